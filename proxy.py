@@ -1,0 +1,1024 @@
+"""One address for N vLLM replicas: prefix routing, the bearer token, adapters offered to all.
+
+    REPLICA_URLS=https://a--8000.hf.jobs,https://b--8000.hf.jobs HF_TOKEN=hf_... python proxy.py
+
+Runs in the trainer Job on 127.0.0.1:8000, where TRL's `vllm_server_base_url` points; to TRL it is one vLLM server.
+You should see `[proxy] replica 0 (https://...) in service` for each replica, then a line for each adapter and for each
+replica that leaves or returns, and a summary a minute. `GET /stats` (JSON) and `GET /metrics` (Prometheus) tell the
+rest; `POST /replicas {"urls": [...]}` changes the fleet while it runs.
+
+Environment: REPLICA_URLS (comma-separated), HF_TOKEN (optional), PROXY_HOST (127.0.0.1), PROXY_PORT (8000),
+SSL_CERT_FILE (optional: certificates to trust instead of the usual ones).
+"""
+
+import collections
+import concurrent.futures
+import contextlib
+import http
+import json
+import math
+import os
+import resource
+import select
+import signal
+import socket
+import socketserver
+import ssl
+import sys
+import threading
+import time
+import urllib.parse
+
+import requests
+
+BLOCK = 16  # tokens: vLLM's KV block; only whole blocks can be found again in its prefix cache
+MAX_LEAD = 8  # requests: how far a holder of the prefix may be ahead of the least loaded replica and still get it
+TABLE_BLOCKS = 500_000  # blocks remembered, the least recently used goes; Router says what they take
+PASS_PAUSE = False  # True passes /pause and /resume on: needed only when full weights are swapped under one name
+RETRY_S = (0.1, 0.2, 0.4, 0.5)  # s between offers of an adapter that a mount does not show yet; the last one repeats
+LOAD_DEADLINE_S = 300  # s until an adapter that a replica never sees counts as failed there
+HOLD_DEADLINE_S = 540  # s a request may take in all, waiting included: under TRL's `request_timeout` of 600
+HANG_S = 120  # s without any answer, with requests waiting for one, until a replica must prove that it still generates
+PROVE_S = 30  # s for that proof, one token
+PROBE_S = 2  # s between health checks, of replicas in service and out of it
+CONTROL_S = 60  # s for any other control call: loading a 4 MB adapter takes well under one
+CLIENT_S = 60  # s for a client to send a request it began, or to take an answer
+REPORT_S = 60  # s between summary lines
+IDLE_S = 4  # s an idle connection to a replica is used again: vLLM closes them after 5
+MAX_RESENDS = 4  # failures after which a request is taken for their cause, and gets the error
+MAX_BODY = 64 << 20  # bytes of one request
+COMPLETIONS = ("/v1/completions", "/v1/chat/completions")
+COUNTS = ("routed", "affinity", "spilled", "unmatched", "retried", "ejected", "readmitted", "held", "aborted")
+MANY = -1  # successor of a block that several prompts continue differently (no block: hash() is never -1)
+
+
+def say(text):
+    print(f"[proxy] {text}", flush=True)
+
+
+class Router:
+    """Which replica holds most of a prompt's KV cache. Pure: no I/O, no clock, no lock; owners are small integers.
+
+    The table maps a block's hash to (owners as a bit mask, the one block seen after it or MANY). A block takes about
+    210 bytes, so the table is bounded at 105 MB (`python bench/routing.py --memory` measures it). An owner that
+    leaves is forgotten by giving it a new number: the old bit is never asked for again.
+    """
+
+    def __init__(self, capacity=TABLE_BLOCKS):
+        self.table, self.capacity, self.turn = collections.OrderedDict(), capacity, 0
+
+    @staticmethod
+    def blocks(chain, tokens):
+        """Hashes of the whole blocks of `tokens` (ids), each chained to the one before, the first to `chain`: like the
+        keys of vLLM's prefix cache, which begin with the adapter's name. TypeError if `tokens` are not hashable."""
+        out = []
+        for i in range(0, len(tokens) - BLOCK + 1, BLOCK):
+            chain = hash((chain, *tokens[i : i + BLOCK]))
+            out.append(chain)
+        return out
+
+    def choose(self, blocks, load):
+        """Pick an owner from `load` ({owner: requests in flight}); returns (owner, how).
+
+        A block with more than one successor, this prompt's own included, identifies no prompt: it and all before it
+        do not count. "affinity": the longest specific match that is at most MAX_LEAD ahead, the least loaded among
+        equals. "spilled": every holder is further ahead. "unmatched": nobody holds it. Both go to the least loaded.
+        """
+        depth, common, holders = dict.fromkeys(load, 0), 0, list(load)
+        for k, block in enumerate(blocks, 1):
+            owners, successor = self.table.get(block, (0, None))
+            holders = [owner for owner in holders if owners >> owner & 1]
+            if not holders:
+                break
+            depth.update(dict.fromkeys(holders, k))
+            if successor == MANY or successor is not None and k < len(blocks) and successor != blocks[k]:
+                common = k
+        least = min(load.values())
+        holders = [owner for owner in load if depth[owner] > common]
+        fit = [owner for owner in holders if load[owner] <= least + MAX_LEAD]
+        if fit:
+            return max(fit, key=lambda owner: (depth[owner], -load[owner])), "affinity"
+        idle = [owner for owner in load if load[owner] == least]
+        self.turn += 1
+        return idle[self.turn % len(idle)], "spilled" if holders else "unmatched"
+
+    def remember(self, blocks, owner, answer=False):
+        """`owner` now holds `blocks`. Those of an answer are nobody's successors, for eight answers to one prompt must
+        not make the prompt look common; a next turn that continues them is a prompt like any other."""
+        successor = None
+        for block in reversed(blocks):  # the first one last: the tail of a chain is the first to be forgotten
+            owners, known = self.table.get(block, (0, None))
+            if successor is not None and known != successor:
+                known = successor if known is None else MANY
+            self.table[block] = (owners | 1 << owner, known)
+            self.table.move_to_end(block)
+            successor = None if answer else block
+        while len(self.table) > self.capacity:
+            self.table.popitem(last=False)
+
+
+class Refused(Exception):
+    """The proxy's own answer to a request: `status`, and a message that says what to do."""
+
+    def __init__(self, status, message):
+        super().__init__(message)
+        self.status = status
+
+
+class ClientGone(Exception):
+    """The client closed its connection: so must the one to its replica, for vLLM then aborts the request."""
+
+
+class ReplicaFailed(Exception):
+    """A replica did not do what one in service must do; the message says what."""
+
+
+def closed(sock):
+    """Whether the peer of a socket has closed it. Never blocks, takes no data."""
+    try:
+        return not sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+
+
+class Wire:
+    """One HTTP/1.1 connection, either side. Heads are split by hand, because `http.client` and `http.server` spend most
+    of a small proxy's time in e-mail header parsing. Every wait ends: at `deadline` (TimeoutError), when the peer
+    closes (EOFError or another OSError), or when `client`, for whom it is done, closes (ClientGone)."""
+
+    def __init__(self, sock):
+        sock.setblocking(False)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.sock, self.client, self.buffer, self.deadline = sock, None, b"", 0.0
+
+    def wait(self, event=select.POLLIN):
+        poll = select.poll()
+        poll.register(self.sock, event)
+        if self.client:
+            poll.register(self.client, select.POLLIN)
+        while True:
+            ready = poll.poll(max(0.0, self.deadline - time.monotonic()) * 1000)
+            if not ready:
+                raise TimeoutError("nothing came before the deadline")
+            if any(fd == self.sock.fileno() for fd, _ in ready):
+                return
+            if closed(self.client):
+                raise ClientGone
+            poll.unregister(self.client)  # it sends its next request already: not a farewell
+
+    def send(self, data):
+        while True:
+            try:
+                sent = self.sock.send(data)
+            except (BlockingIOError, ssl.SSLWantWriteError):
+                self.wait(select.POLLOUT)
+                continue
+            if sent == len(data):
+                return
+            data = memoryview(data)[sent:]
+
+    def receive(self):
+        while True:
+            try:
+                data = self.sock.recv(1 << 16)
+            except (BlockingIOError, ssl.SSLWantReadError):
+                self.wait()
+                continue
+            if not data:
+                raise EOFError("the connection was closed early")
+            return data
+
+    def until(self, end, limit=1 << 16):
+        """The bytes before the next `end`, which is taken too. ValueError if there are more than `limit`."""
+        while (size := self.buffer.find(end)) < 0:
+            if len(self.buffer) > limit:
+                raise ValueError(f"no end of line or head within {limit} bytes")
+            self.buffer += self.receive()
+        taken, self.buffer = self.buffer[:size], self.buffer[size + len(end) :]
+        return taken
+
+    def take(self, size):
+        parts, have = [self.buffer], len(self.buffer)
+        while have < size:  # joined once: += would copy a long body again for every packet
+            parts.append(self.receive())
+            have += len(parts[-1])
+        data = b"".join(parts)
+        self.buffer = data[size:]
+        return data[:size]
+
+    def head(self):
+        """(the first line's three words, {lower-case name: value}), all bytes. ValueError if this is not HTTP/1."""
+        first, *lines = self.until(b"\r\n\r\n").split(b"\r\n")
+        words = first.split(b" ", 2)
+        if len(words) < 2 or b"HTTP/1." not in first:
+            raise ValueError("this is not HTTP/1.1")
+        fields = (line.partition(b":") for line in lines)
+        return words, {name.strip().lower(): value.strip() for name, _, value in fields}
+
+    def body(self, headers):
+        """Yield the parts of an answer's body as they come, without their framing."""
+        if b"chunked" in headers.get(b"transfer-encoding", b"").lower():
+            while size := int(self.until(b"\r\n").split(b";")[0], 16):
+                yield self.take(size + 2)[:-2]
+            while self.until(b"\r\n"):
+                continue  # trailers, up to the empty line
+        elif b"content-length" in headers:
+            yield self.take(int(headers[b"content-length"]))
+        else:  # the end of the connection is the end of the body
+            try:
+                while True:
+                    yield self.buffer or self.receive()
+                    self.buffer = b""
+            except EOFError:
+                return
+
+
+class Flight:
+    """One request at one replica, known there under the replica's `owner` number of that time."""
+
+    def __init__(self, replica):
+        self.replica, self.owner, self.since, self.wire = replica, replica.owner, time.monotonic(), None
+
+
+class Replica:
+    """One vLLM server: its URL, its connections, and what the fleet knows of it. The fleet's lock guards the state:
+    out, joining (healthy, being given the adapters), ready (in service; `served` from then on), removed."""
+
+    def __init__(self, url, token, owner):
+        parts = urllib.parse.urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError(f"a replica's URL must be http(s)://host[:port], found {url!r}")
+        self.url, self.token, self.owner, self.served = url, token, owner, False
+        self.state, self.reason, self.base = "out", "starting", None
+        self.adapters, self.names = {}, set()  # {name: Policy} it holds; names its prefix cache may have blocks of
+        self.tries, self.next_try, self.next_check = {}, 0.0, 0.0  # {Policy: [offers, time of the first]}; times
+        self.flights, self.idle, self.routed, self.last_answer = set(), [], 0, time.monotonic()
+        self.address, self.prefix = (parts.hostname, parts.port or (443 if parts.scheme == "https" else 80)), parts.path
+        self.trusted = os.environ.get("SSL_CERT_FILE") or requests.certs.where()
+        self.tls = ssl.create_default_context(cafile=self.trusted) if parts.scheme == "https" else None
+        self.auth = {"Authorization": f"Bearer {token}"} if token else {}
+        fields = {"Host": parts.netloc.rpartition("@")[2], "Accept-Encoding": "identity", **self.auth}
+        self.head = "".join(f"{name}: {value}\r\n" for name, value in fields.items()).encode()
+
+    def hide(self, text):
+        """What a replica said, fit for logs and answers: some servers and gateways echo the request's headers."""
+        return text.replace(self.token, "[HF_TOKEN]") if self.token else text
+
+    def control(self, method, path, accept=(200,), timeout=CONTROL_S, headers=(), **kwargs):
+        """One control call on a connection of its own. ReplicaFailed if no answer comes or its status is not accepted;
+        a redirect is not followed, for it would take the token along."""
+        headers = {**dict(headers), **self.auth}
+        try:
+            with (
+                requests.Session() as session
+            ):  # of its own: a pooled connection may be dead, and not every call repeated
+                session.trust_env = False  # a ~/.netrc entry would replace the token
+                answer = session.request(
+                    method,
+                    self.url + path,
+                    headers=headers,
+                    timeout=timeout,
+                    verify=self.trusted,
+                    allow_redirects=False,
+                    **kwargs,
+                )
+        except requests.RequestException as error:
+            cause = str(error).rsplit(": ", 1)[-1].strip("'\")")  # the innermost of four nested messages
+            raise ReplicaFailed(f"{path} {type(error).__name__}: {self.hide(cause)}") from error
+        if answer.status_code not in accept:
+            raise ReplicaFailed(f"{path} answers {answer.status_code} {self.hide(answer.text)[:300]}".strip())
+        return answer
+
+    def prove(self):
+        """Generate one token: /health answers even while the engine hangs. ReplicaFailed if it can't."""
+        probe = {"model": self.base, "prompt": [0], "max_tokens": 1}
+        self.control("POST", "/v1/completions", timeout=PROVE_S, json=probe)
+
+    def connect(self):
+        sock = socket.create_connection(self.address, timeout=10)
+        return Wire(self.tls.wrap_socket(sock, server_hostname=self.address[0]) if self.tls else sock)
+
+    def pooled(self):
+        """An idle connection young enough to be open still, or None."""
+        try:
+            while True:
+                wire, used = self.idle.pop()
+                if time.monotonic() - used < IDLE_S:
+                    return wire
+                wire.sock.close()
+        except IndexError:
+            return None
+
+    def ask(self, flight, message, client, deadline):
+        """Send `message` and wait for the answer's head: (words, headers). A pooled connection that proves dead is
+        replaced. OSError, EOFError, ValueError: the replica failed; ClientGone: the client left."""
+        while True:
+            wire = self.pooled()
+            reused = wire is not None
+            flight.wire = wire = wire or self.connect()
+            wire.client, wire.deadline = client, deadline
+            try:
+                if self.owner != flight.owner:  # `cut` came before there was a connection to cut
+                    raise EOFError("taken out of service")
+                wire.send(message)
+                wire.wait()
+                return wire.head()
+            except (OSError, EOFError):
+                wire.sock.close()
+                if not reused or self.owner != flight.owner:
+                    raise
+
+    def pool(self, flight, headers):
+        """The answer was read to its end: keep the connection if the replica does."""
+        self.last_answer = time.monotonic()
+        framed = b"content-length" in headers or b"transfer-encoding" in headers
+        if framed and b"close" not in headers.get(b"connection", b"").lower():
+            self.idle.append((flight.wire, self.last_answer))
+            flight.wire = None
+
+    def cut(self):
+        """Cut every connection in use: the threads that wait on them send their requests elsewhere."""
+        for wire in [flight.wire for flight in list(self.flights)]:
+            with contextlib.suppress(OSError):  # closed meanwhile
+                if wire:
+                    wire.sock.shutdown(socket.SHUT_RDWR)
+
+
+class Policy:
+    """One adapter: a name bound to a path. States: loading, live, failed. `retired` once the trainer has unloaded it:
+    its requests under way go on, and it leaves the replicas with the last of them (`users`)."""
+
+    def __init__(self, name, path):
+        self.name, self.path, self.state, self.error, self.retired = name, path, "loading", "", False
+        self.users, self.attempts, self.started, self.seconds = 0, 0, time.monotonic(), None
+
+
+def may_pass(status, text):
+    """Whether vLLM 0.27.1's refusal of an adapter may pass: its files are not visible yet, or only some of them are
+    (an object store publishes file by file; six texts, all `add_lora method failed`). The other texts are final."""
+    final = ("max_lora_rank", "expected target modules", "does not yet support", "only supports", "not supported")
+    if status == 500:
+        return "add_lora method failed" in text and not any(words in text for words in final)
+    return status == 404 and "No adapter found" in text
+
+
+class Fleet:
+    """All replicas as one server. One thread a replica (`keep`) brings it to what is wanted: admitted, given every
+    live adapter in order, probed. Request threads only choose (`route`) and report (`eject`). One lock, `changed`."""
+
+    def __init__(self, urls, token=""):
+        self.changed = threading.Condition(threading.Lock())
+        self.token, self.router, self.owners = token, Router(), 0
+        self.replicas, self.policies = [], []  # policies in the order of their loads
+        self.config, self.failure, self.proven = None, "", False  # what a replica must serve; error for the next load
+        self.complete, self.count = False, collections.Counter()  # every replica was ready once; the statistics
+        self.set_replicas(urls)
+
+    def next_owner(self):
+        self.owners += 1
+        return self.owners
+
+    def set_replicas(self, urls):
+        """Make the fleet exactly `urls`: the new ones are admitted, the requests of those that left are sent again
+        elsewhere. ValueError."""
+        urls = [url.strip().rstrip("/") for url in dict.fromkeys(urls)]
+        with self.changed:
+            known = [replica.url for replica in self.replicas]
+            new = [Replica(url, self.token, self.next_owner()) for url in urls if url not in known]
+            left = [replica for replica in self.replicas if replica.url not in urls]
+            self.replicas = [replica for replica in self.replicas if replica.url in urls] + new
+            for replica in left:
+                replica.state, replica.owner, replica.adapters = "removed", self.next_owner(), {}
+                say(f"{replica.url} removed")
+            self.settle()
+        for replica in left:
+            replica.cut()
+        for replica in new:
+            threading.Thread(target=self.keep, args=(replica,), daemon=True).start()
+
+    # ---- what request threads call
+
+    def enter(self, model):
+        """The policy that a new request names, or None: the base model, or a name that nobody loaded."""
+        with self.changed:
+            policy = self.bound(model)
+            if policy and policy.retired:  # vLLM's own words for an adapter that was unloaded
+                raise Refused(404, f"The model `{model}` does not exist.")
+            if policy:
+                policy.users += 1
+            return policy
+
+    def leave(self, policy):
+        with self.changed:
+            policy.users -= 1
+            if policy.retired:
+                self.settle()
+
+    def route(self, policy, blocks, client, deadline):
+        """Choose a replica that holds `policy` and reserve a place there: a Flight. Waits while there is none. Refused
+        if the policy failed or the deadline passed, ClientGone if the client left, None if the policy is retired and
+        nobody holds it any more."""
+        held = False
+        with self.changed:
+            while True:
+                if policy and policy.state == "failed":
+                    raise Refused(424, policy.error)
+                ready = (replica for replica in self.replicas if replica.state == "ready")
+                fit = {r.owner: r for r in ready if policy is None or r.adapters.get(policy.name) is policy}
+                if fit:
+                    break
+                if policy and policy.retired:
+                    return None
+                if time.monotonic() > deadline:
+                    raise Refused(503, f"no replica took the request within {HOLD_DEADLINE_S} s: {self.reasons()}")
+                if closed(client):
+                    raise ClientGone
+                self.count["held"] += not held
+                held = True
+                self.changed.wait(1)
+            owner, how = self.router.choose(blocks, {owner: len(replica.flights) for owner, replica in fit.items()})
+            self.router.remember(blocks, owner)
+            self.count.update(("routed", how))
+            fit[owner].routed += 1
+            flight = Flight(fit[owner])
+            flight.replica.flights.add(flight)
+            return flight
+
+    def release(self, flight):
+        if flight.wire:
+            flight.wire.sock.close()
+        with self.changed:
+            flight.replica.flights.discard(flight)
+
+    def eject(self, replica, owner, reason, retried=0):
+        """Take a replica out. `owner` is the number it was known by: late news of an earlier life changes nothing."""
+        with self.changed:
+            self.count["retried"] += retried
+            if replica.owner != owner or replica.state not in ("joining", "ready"):
+                return
+            self.count["ejected"] += replica.state == "ready"
+            replica.state, replica.reason, replica.owner = "out", reason, self.next_owner()
+            replica.adapters, replica.tries = {}, {}
+            self.settle()
+        say(f"{self.label(replica)} out: {reason}")
+
+    def load(self, name, path):
+        """Offer an adapter to all replicas. Returns once it is accepted: at once, except for the first of a run, which
+        proves the set-up and is answered when it is everywhere. Refused: with the error of this load, or of the one
+        before it, which had been accepted already. A second load waits for the first."""
+        patience = LOAD_DEADLINE_S + HOLD_DEADLINE_S
+        with self.changed:
+            if not self.changed.wait_for(lambda: not self.loading(), patience):
+                raise Refused(503, f"{self.loading().name} is still loading after {patience} s: {self.reasons()}")
+            if self.failure:
+                error, self.failure = self.failure, ""
+                raise Refused(424, error)
+            if policy := self.bound(name):
+                if (policy.path, policy.state, policy.retired) == (path, "live", False):
+                    return
+                policy.retired = True  # another binding: it goes before this one comes
+            policy = Policy(name, path)
+            self.policies.append(policy)
+            self.settle()
+            if self.proven:
+                return
+            if not self.changed.wait_for(lambda: policy.state != "loading" or policy.retired, patience):
+                self.fail(policy, f"no replica took {name} within {patience} s: {self.reasons()}")
+            if policy.state == "failed":
+                self.failure = ""
+                raise Refused(424, policy.error)
+
+    def unload(self, name):
+        """Retire an adapter. Unknown names are fine: the trainer also unloads what an earlier trainer loaded."""
+        with self.changed:
+            if policy := self.bound(name):
+                policy.retired = True
+                self.settle()
+
+    # ---- what is true of the fleet; the caller holds the lock
+
+    def bound(self, name):
+        return next((policy for policy in reversed(self.policies) if policy.name == name), None)
+
+    def loading(self):
+        return next((policy for policy in self.policies if policy.state == "loading" and not policy.retired), None)
+
+    def wanted(self):
+        """What every replica should hold. A retired policy stays for its last requests only while a slot is free:
+        in a full replica vLLM would evict it, and could not read it again, for its files go soon after."""
+        keep = [policy for policy in self.policies if policy.state != "failed" and not policy.retired]
+        last = [policy for policy in self.policies if policy.retired and policy.users]
+        slots = (self.config or {}).get("max_loras") or 1
+        return keep + last[max(0, len(last) + len(keep) - slots) :]
+
+    def label(self, replica):
+        return f"replica {self.replicas.index(replica) if replica in self.replicas else '-'} ({replica.url})"
+
+    def reasons(self):
+        out = [f"{self.label(r)} {r.state}: {r.reason}" for r in self.replicas if r.state != "ready"]
+        return "; ".join(out) or "all replicas are in service"
+
+    def settle(self):
+        """Draw the conclusions of any change: a load is done when every replica in service has it, and a policy that
+        is retired, unused and nowhere held is forgotten."""
+        ready = [replica for replica in self.replicas if replica.state == "ready"]
+        policy = self.loading()
+        if policy and ready and all(replica.adapters.get(policy.name) is policy for replica in ready):
+            policy.state, policy.seconds, self.proven = "live", time.monotonic() - policy.started, True
+            tries = ", ".join(str(replica.tries[policy][0]) for replica in ready)
+            where = f"{len(ready)}/{len(self.replicas)} replicas"
+            say(f"{policy.name} on {where} after {policy.seconds:.1f} s ({tries} tries)")
+        held = [policy for replica in self.replicas for policy in replica.adapters.values()]
+        self.policies = [p for p in self.policies if not p.retired or p.users or p in held]
+        self.changed.notify_all()
+
+    def fail(self, policy, error):
+        policy.state, policy.error, self.failure = "failed", error, error
+        say(f"{policy.name} failed, rolled back: {error}")
+        self.settle()
+
+    # ---- one thread a replica
+
+    def keep(self, replica):
+        while replica.state != "removed":
+            owner = replica.owner
+            try:
+                if replica.state == "out":
+                    self.admit(replica)
+                self.step(replica)
+            except (ReplicaFailed, ValueError, KeyError) as error:
+                reason = str(error) if isinstance(error, ReplicaFailed) else f"unexpected answer: {error!r}"
+                self.eject(replica, owner, reason)
+                replica.cut()
+                with self.changed:
+                    if replica.reason != reason:
+                        replica.reason = reason
+                        say(f"{self.label(replica)} {replica.state}: {reason}")
+                    self.changed.wait(PROBE_S)
+
+    def admit(self, replica):
+        """Healthy, like its peers, clean, able to generate: then it may join. ReplicaFailed says what is wrong."""
+        owner = replica.owner
+        replica.control("GET", "/health", timeout=10)
+        info = replica.control("GET", "/server_info?config_format=json").json().get("vllm_config", {})
+        model, lora = info.get("model_config") or {}, info.get("lora_config") or {}
+        config = {key: model.get(key) for key in ("model", "dtype", "max_model_len")}
+        config |= {key: lora.get(key) for key in ("max_loras", "max_lora_rank")}
+        with self.changed:
+            if not self.policies and all(r.state == "out" for r in self.replicas):
+                self.config = config
+            wrong = [
+                f"{key}={value} (the fleet: {self.config[key]})"
+                for key, value in config.items()
+                if value != self.config[key]
+            ]
+            if wrong:
+                raise ReplicaFailed(f"serves {', '.join(wrong)}: start it with the fleet's flags")
+        if replica.control("GET", "/is_paused").json().get("is_paused"):
+            replica.control("POST", "/resume")
+        cards = replica.control("GET", "/v1/models").json().get("data", [])
+        replica.base = next((card["id"] for card in cards if not card.get("parent")), None)
+        for card in cards:
+            if card.get("parent"):
+                replica.control("POST", "/v1/unload_lora_adapter", (200, 404), json={"lora_name": card["id"]})
+        self.reset(replica)
+        if replica.served:
+            replica.prove()
+        with self.changed:
+            if replica.owner == owner:
+                replica.state, replica.adapters, replica.tries = "joining", {}, {}
+                replica.next_check = time.monotonic() + PROBE_S
+                self.count["readmitted"] += replica.served
+
+    @staticmethod
+    def reset(replica):
+        """Empty the prefix cache, which is keyed by adapter name: old blocks must never meet new weights."""
+        answer = replica.control("POST", "/reset_prefix_cache?reset_running_requests=true")
+        if b'"success":false' in answer.content.replace(b" ", b""):
+            raise ReplicaFailed("/reset_prefix_cache did not succeed")
+        replica.names.clear()
+
+    def step(self, replica):
+        """One thing at a time: unload what is not wanted, offer what is missing, probe, or wait for news."""
+        with self.changed:
+            now, wanted = time.monotonic(), self.wanted()
+            surplus = [policy for policy in replica.adapters.values() if policy not in wanted]
+            taken = {*replica.adapters, *(policy.name for policy in self.policies if policy.retired and policy.users)}
+            missing = [policy for policy in wanted if not policy.retired and policy.name not in taken]
+            if replica.state == "joining" and not surplus and all(policy.state == "loading" for policy in missing):
+                replica.state, replica.last_answer, replica.served = "ready", now, True
+                self.complete = self.complete or all(r.served for r in self.replicas)
+                say(f"{self.label(replica)} in service, holds {', '.join(replica.adapters) or 'no adapter'}")
+                self.settle()
+            due = min(replica.next_check, replica.next_try if missing else math.inf)
+            if replica.state not in ("joining", "ready") or not surplus and now < due:
+                self.changed.wait(max(0, due - now))
+                return
+        if surplus:
+            self.withdraw(replica, surplus[0])
+        elif missing and now >= replica.next_try:
+            self.offer(replica, missing[0])
+        else:
+            self.check(replica)
+
+    def withdraw(self, replica, policy):
+        replica.control("POST", "/v1/unload_lora_adapter", (200, 404), json={"lora_name": policy.name})
+        with self.changed:
+            replica.adapters.pop(policy.name, None)
+            replica.tries.pop(policy, None)
+            self.settle()
+
+    def offer(self, replica, policy):
+        """Ask a replica to load an adapter. What it answers decides: it has it, or is asked again, or the load failed,
+        or the replica did (ReplicaFailed)."""
+        if policy.name in replica.names:
+            self.reset(replica)
+        order = {"lora_name": policy.name, "lora_path": policy.path}
+        answer = replica.control("POST", "/v1/load_lora_adapter", range(1000), json=order)
+        status, text, again = (
+            answer.status_code,
+            replica.hide(answer.text)[:500],
+            may_pass(answer.status_code, answer.text),
+        )
+        taken = status == 400 and "already been loaded" in text
+        if status == 200 or taken:
+            replica.names.add(policy.name)
+        if taken:  # by somebody else: other weights, perhaps
+            replica.control("POST", "/v1/unload_lora_adapter", (200, 404), json={"lora_name": policy.name})
+            again = True
+        with self.changed:
+            now, ready = time.monotonic(), [r for r in self.replicas if r.state == "ready"]
+            tries = replica.tries.setdefault(policy, [0, now])
+            tries[0] += 1
+            policy.attempts += 1
+            replica.next_try = now + (0 if status == 200 else RETRY_S[min(tries[0], len(RETRY_S)) - 1])
+            if status == 200:
+                replica.adapters[policy.name] = policy
+                return self.settle()
+            if again and now - tries[1] < LOAD_DEADLINE_S:
+                return None
+            error = f"{policy.name} on {self.label(replica)}, try {tries[0]}: {status} {text}"
+            lags = again and any(policy.name in r.adapters for r in ready)  # the others see it: this mount is to blame
+            sick = status in (401, 403) or status >= 500 and "add_lora method failed" not in text
+            if policy.state == "loading" and replica in ready and not sick and not lags:
+                return self.fail(policy, error)
+        raise ReplicaFailed(error)
+
+    def check(self, replica):
+        replica.next_check = time.monotonic() + PROBE_S
+        replica.control("GET", "/health", timeout=PROVE_S)
+        now = time.monotonic()
+        oldest = min((flight.since for flight in list(replica.flights)), default=now)
+        if now - max(oldest, replica.last_answer) > HANG_S:
+            try:
+                replica.prove()
+            except ReplicaFailed as error:
+                raise ReplicaFailed(
+                    f"hangs: no answer for {HANG_S} s, nor a token when asked for one: {error}"
+                ) from error
+            replica.last_answer = time.monotonic()
+
+    # ---- seen from outside
+
+    def health(self):
+        with self.changed:
+            up = sum(replica.state == "ready" for replica in self.replicas)
+            status = 200 if up and self.complete else 503
+            return status, {"in_service": up, "replicas": len(self.replicas), "out": self.reasons()}
+
+    def stats(self):
+        with self.changed:
+            replicas = [
+                {"url": r.url, "state": r.state, "reason": "" if r.state == "ready" else r.reason}
+                | {"inflight": len(r.flights), "routed": r.routed, "adapters": list(r.adapters)}
+                for r in self.replicas
+            ]
+            adapters = {
+                p.name: {"path": p.path, "state": p.state, "attempts": p.attempts, "seconds": p.seconds}
+                for p in self.policies
+            }
+            counts = {name: self.count[name] for name in COUNTS}
+            return {"replicas": replicas, **counts, "adapters": adapters, "tracked_blocks": len(self.router.table)}
+
+    def metrics(self):
+        """The numbers of `stats` in Prometheus text format 0.0.4."""
+        stats = self.stats()
+        each = {key: [r[key] for r in stats["replicas"]] for key in ("routed", "inflight")}
+        ready = [int(r["state"] == "ready") for r in stats["replicas"]]
+        table = [(f"{name}_total", "counter", stats[name]) for name in COUNTS]
+        table += [("tracked_blocks", "gauge", stats["tracked_blocks"]), ("adapters", "gauge", len(stats["adapters"]))]
+        table += [("replica_routed_total", "counter", each["routed"]), ("replica_inflight", "gauge", each["inflight"])]
+        lines = []
+        for name, kind, value in [*table, ("replica_ready", "gauge", ready)]:
+            lines.append(f"# TYPE lora_proxy_{name} {kind}")
+            rows = {f'{{replica="{i}"}}': v for i, v in enumerate(value)} if isinstance(value, list) else {"": value}
+            lines += [f"lora_proxy_{name}{label} {v}" for label, v in rows.items()]
+        return "\n".join(lines) + "\n"
+
+    def report(self):
+        """One summary line a minute."""
+        before = self.stats()
+        while True:
+            time.sleep(REPORT_S)
+            now = self.stats()
+            new = {name: now[name] - before[name] for name in COUNTS}
+            shares = ", ".join(
+                f"{how} {new[how] / max(1, new['routed']):.1%}" for how in ("affinity", "spilled", "unmatched")
+            )
+            states, flying = [r["state"] for r in now["replicas"]], sum(r["inflight"] for r in now["replicas"])
+            say(
+                f"{states.count('ready')}/{len(states)} in service, {flying} in flight; in the last minute {new['routed']} "
+                f"routed ({shares}), {new['retried']} sent again, {new['held']} held"
+            )
+            before = now
+
+
+class Handler(socketserver.BaseRequestHandler):
+    """One client connection, one thread: read a request, dispatch it by route, answer, until the client closes."""
+
+    def handle(self):
+        self.wire, self.fleet, self.keep_alive = Wire(self.request), self.server.fleet, True
+        with contextlib.suppress(ClientGone, OSError, EOFError):  # nobody is left to answer
+            while self.keep_alive:
+                if not self.wire.buffer:
+                    self.wire.deadline = time.monotonic() + 24 * 3600
+                    self.wire.wait()
+                self.wire.deadline = time.monotonic() + CLIENT_S
+                try:
+                    self.serve()
+                except Refused as refusal:
+                    self.error(refusal.status, str(refusal))
+            self.linger()
+
+    def linger(self):
+        """Read what the client still sends, for closing on unread data would reset the connection, answer and all."""
+        self.request.shutdown(socket.SHUT_WR)
+        self.wire.deadline = time.monotonic() + 2
+        while self.wire.receive():
+            continue
+
+    def serve(self):
+        self.keep_alive, self.framed = False, True  # until this request's end has been found
+        try:
+            words, headers = self.wire.head()
+        except ValueError as error:
+            raise Refused(400, str(error)) from error
+        if len(words) < 3:
+            raise Refused(400, "this is not HTTP/1.1")
+        self.framed = words[2] == b"HTTP/1.1"
+        self.method, self.target = words[0].decode("latin-1"), words[1].decode("latin-1")
+        self.path = self.target.partition("?")[0]
+        self.kind = headers.get(b"content-type", b"application/json").decode("latin-1")
+        self.body = self.read_body(headers)
+        self.keep_alive = self.framed and b"close" not in headers.get(b"connection", b"").lower()
+        self.dispatch()
+
+    def read_body(self, headers):
+        if b"transfer-encoding" in headers:
+            raise Refused(411, "chunked bodies are not taken: send Content-Length")
+        length = headers.get(b"content-length", b"0")
+        if not length.isdigit():
+            raise Refused(400, f"Content-Length must be a number, found {length[:40].decode('latin-1')!r}")
+        if len(length) > 12 or int(length) > MAX_BODY:
+            raise Refused(413, f"at most {MAX_BODY} bytes are taken, Content-Length is {length[:40].decode('latin-1')}")
+        if headers.get(b"expect", b"").lower() == b"100-continue":
+            self.wire.send(b"HTTP/1.1 100 Continue\r\n\r\n")
+        try:
+            return self.wire.take(int(length))
+        except EOFError as error:
+            raise Refused(400, f"the body ended before its {int(length)} bytes (Content-Length)") from error
+        except TimeoutError as error:
+            raise Refused(
+                408, f"the body's {int(length)} bytes (Content-Length) did not come in {CLIENT_S} s"
+            ) from error
+
+    def dispatch(self):
+        route, fleet = (self.method, self.path), self.fleet
+        if self.method not in ("GET", "POST"):
+            raise Refused(405, f"{self.method} is not supported, only GET and POST")
+        if route == ("GET", "/health"):
+            self.json(*fleet.health())
+        elif route == ("GET", "/stats"):
+            self.json(200, fleet.stats())
+        elif route == ("GET", "/metrics"):
+            self.answer(200, fleet.metrics().encode(), b"Content-Type: text/plain; version=0.0.4; charset=utf-8\r\n")
+        elif route == ("POST", "/replicas"):
+            try:
+                fleet.set_replicas(self.fields(urls=list)["urls"])
+            except (ValueError, AttributeError) as error:
+                raise Refused(400, f"'urls' must be a list of http(s) URLs: {error}") from error
+            self.json(200, fleet.stats())
+        elif route == ("POST", "/v1/load_lora_adapter"):
+            order = self.fields(lora_name=str, lora_path=str)
+            fleet.load(order["lora_name"], order["lora_path"])
+            self.json(200, f"Success: LoRA adapter '{order['lora_name']}' accepted.")
+        elif route == ("POST", "/v1/unload_lora_adapter"):
+            name = self.fields(lora_name=str)["lora_name"]
+            fleet.unload(name)
+            self.json(200, f"Success: LoRA adapter '{name}' retired.")
+        elif self.path in ("/pause", "/resume") and not PASS_PAUSE:
+            self.json(200, {"status": "not needed: adapters are loaded while requests run"})
+        elif route[0] == "POST" and self.path in COMPLETIONS:
+            self.complete()
+        elif self.method == "GET" or self.path.startswith("/v1/") or self.path in ("/tokenize", "/detokenize"):
+            self.forward()
+        else:
+            self.broadcast()
+
+    def fields(self, **kinds):
+        """The request's JSON object, in which each of `kinds` (name=type) is there and not empty."""
+        try:
+            data = json.loads(self.body)
+        except (ValueError, RecursionError) as error:
+            raise Refused(400, f"the body is not JSON: {error}") from error
+        if not isinstance(data, dict):
+            raise Refused(400, f"the body must be a JSON object, found {type(data).__name__}")
+        for name, kind in kinds.items():
+            if not data.get(name) or not isinstance(data[name], kind):
+                raise Refused(400, f"{name!r} must be a {kind.__name__}, found {json.dumps(data.get(name))[:80]}")
+        return data
+
+    def complete(self):
+        data = self.fields()
+        self.model, prompt = data.get("model") or "", data.get("prompt") or data.get("messages")
+        if not isinstance(self.model, str) or not isinstance(prompt, (list, str)) or not prompt:
+            raise Refused(400, "'model' must be a name, and 'prompt' token ids or text, or 'messages' a list")
+        tokens = prompt if isinstance(prompt, list) and type(prompt[0]) is int else []
+        try:
+            blocks = Router.blocks(hash(self.model), tokens)
+        except TypeError as error:
+            raise Refused(400, f"'prompt' must hold token ids only: {error}") from error
+        policy = self.fleet.enter(self.model)
+        try:
+            self.forward(policy, blocks, tokens)
+        finally:
+            if policy:
+                self.fleet.leave(policy)
+
+    def forward(self, policy=None, blocks=(), tokens=()):
+        """Send the request to one replica, and whenever that one fails to another, until one answers."""
+        fleet, deadline, failures = self.fleet, time.monotonic() + HOLD_DEADLINE_S, 0
+        while True:
+            flight = fleet.route(policy, blocks, self.request, deadline)
+            if flight is None:
+                return self.abort(policy)
+            replica, answer = flight.replica, None
+            try:
+                words, headers = replica.ask(flight, self.message(replica), self.request, deadline)
+                if words[1] == b"200" and headers.get(b"content-type", b"").startswith(b"text/event-stream"):
+                    return self.stream(flight, headers)
+                status, answer = int(words[1]), b"".join(flight.wire.body(headers))
+                replica.pool(flight, headers)
+            except (OSError, EOFError, ValueError) as error:
+                if time.monotonic() > deadline:
+                    raise Refused(504, f"{replica.url} did not answer within {HOLD_DEADLINE_S} s") from error
+                reason = f"{self.path} {type(error).__name__}: {error}"
+            finally:
+                fleet.release(flight)
+            if answer is not None:
+                # 404: for an adapter it should hold. A 3xx, 401 or 403 is a gateway's, for the token is not the client's
+                sick = status >= 500 or 300 <= status < 400 or status in (401, 403) or policy and status == 404
+                guilty = status >= 500 and failures >= MAX_RESENDS
+                if not sick or guilty or self.path not in COMPLETIONS:
+                    if status == 200 and tokens:
+                        self.learn(blocks, tokens, flight.owner, answer)
+                    return self.relay(replica, status, words, headers, answer)
+                reason = f"{self.path} answers {status} {replica.hide(answer.decode(errors='replace'))[:200]}".strip()
+            if failures >= MAX_RESENDS:
+                raise Refused(502, f"{failures + 1} times a replica failed with this request, the last time: {reason}")
+            failures += answer is not None or flight.wire is not None  # a refused connection is not the request's fault
+            fleet.eject(replica, flight.owner, reason, retried=1)
+
+    def message(self, replica):
+        """The request as the replica gets it: the client's own header fields stay here."""
+        head = f"{self.method} {replica.prefix}{self.target} HTTP/1.1\r\n".encode("latin-1") + replica.head
+        if self.method == "POST":
+            head += f"Content-Type: {self.kind}\r\nContent-Length: {len(self.body)}\r\n".encode("latin-1")
+        return head + b"\r\n" + self.body
+
+    def learn(self, blocks, tokens, owner, answer):
+        """The next turn of this conversation begins with prompt and answer, whose KV blocks `owner` has."""
+        start = answer.find(b'"token_ids":[') + len(b'"token_ids":')
+        end = answer.find(b"]", start) + 1
+        try:
+            said = json.loads(answer[start:end])
+            grown = Router.blocks(blocks[-1] if blocks else hash(self.model), tokens[len(blocks) * BLOCK :] + said)
+        except (ValueError, TypeError):
+            return  # none asked for, or compressed: nothing to learn from
+        with self.fleet.changed:
+            self.fleet.router.remember(grown, owner, answer=True)
+
+    def relay(self, replica, status, words, headers, answer):
+        if status >= 400:
+            answer = replica.hide(answer.decode("latin-1")).encode("latin-1")
+        own = (b"connection", b"keep-alive", b"transfer-encoding", b"content-length", b"date", b"server")
+        kept = b"".join(b"%b: %b\r\n" % field for field in headers.items() if field[0] not in own)
+        self.answer(b" ".join(words[1:]), answer, kept + self.tag(replica))
+
+    def tag(self, replica):
+        return b"X-Replica: %d\r\n" % (self.fleet.replicas.index(replica) if replica in self.fleet.replicas else -1)
+
+    def stream(self, flight, headers):
+        """Pass server-sent events on as they come. Once begun, an answer can't be begun again elsewhere: if the
+        replica fails now, the client's connection is cut, which is what it would have seen without a proxy."""
+        framing = b"Transfer-Encoding: chunked\r\n" if self.framed else b"Connection: close\r\n"
+        kind = b"Content-Type: %b\r\n" % headers[b"content-type"]
+        self.send(b"HTTP/1.1 200 OK\r\n" + kind + framing + self.tag(flight.replica) + b"\r\n")
+        parts = flight.wire.body(headers)
+        while True:
+            try:
+                part = next(parts, b"")
+            except (OSError, EOFError, ValueError) as error:
+                if time.monotonic() < flight.wire.deadline:
+                    self.fleet.eject(flight.replica, flight.owner, f"{self.path} {type(error).__name__}: {error}")
+                raise ClientGone from error
+            self.send(b"%x\r\n%b\r\n" % (len(part), part) if self.framed else part)
+            if not part:
+                return flight.replica.pool(flight, headers)
+
+    def abort(self, policy):
+        """The policy is beyond max_staleness and nobody holds it any more: the rollout can't go on, and its sample
+        would be dropped as stale. TRL is answered as vLLM answers for an aborted request, without tokens, for on an
+        error it would try again 90 times and then die."""
+        with self.fleet.changed:
+            self.fleet.count["aborted"] += 1
+        if self.path != "/v1/completions":
+            raise Refused(404, f"The model `{policy.name}` does not exist.")
+        logprobs = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
+        choice = {"index": 0, "text": "", "token_ids": [], "logprobs": logprobs, "finish_reason": "abort"}
+        self.json(200, {"id": "cmpl-0", "object": "text_completion", "model": policy.name, "choices": [choice]})
+
+    def broadcast(self):
+        """A request that changes state goes to every replica in service; the worst answer is the answer."""
+        with self.fleet.changed:
+            ready = [(replica, replica.owner) for replica in self.fleet.replicas if replica.state == "ready"]
+        if not ready:
+            raise Refused(503, f"no replica is in service: {self.fleet.reasons()}")
+
+        def call(replica, owner):
+            try:
+                return replica.control(
+                    self.method, self.target, range(1000), HOLD_DEADLINE_S, {"Content-Type": self.kind}, data=self.body
+                )
+            except ReplicaFailed as error:
+                return self.fleet.eject(replica, owner, str(error))
+
+        with concurrent.futures.ThreadPoolExecutor(len(ready)) as pool:
+            answers = [answer for answer in pool.map(call, *zip(*ready)) if answer is not None]
+        if not answers:
+            raise Refused(503, f"no replica answered: {self.fleet.reasons()}")
+        worst = max(answers, key=lambda answer: answer.status_code)
+        text = ready[0][0].hide(worst.text)
+        self.answer(worst.status_code, text.encode(), b"Content-Type: application/json\r\n")
+
+    def json(self, status, data):
+        self.answer(status, json.dumps(data).encode(), b"Content-Type: application/json\r\n")
+
+    def error(self, status, message):
+        self.json(status, {"error": {"message": message, "type": http.HTTPStatus(status).phrase, "code": status}})
+
+    def answer(self, status, body, fields):
+        """`status` is a number, or a replica's own status and phrase."""
+        line = status if isinstance(status, bytes) else f"{status} {http.HTTPStatus(status).phrase}".encode()
+        end = b"" if self.keep_alive else b"Connection: close\r\n"
+        self.send(b"HTTP/1.1 %b\r\nContent-Length: %d\r\n%b%b\r\n%b" % (line, len(body), fields, end, body))
+
+    def send(self, data):
+        self.wire.deadline = time.monotonic() + CLIENT_S
+        try:
+            self.wire.send(data)
+        except OSError as error:
+            raise ClientGone from error
+
+
+class Server(socketserver.ThreadingTCPServer):
+    allow_reuse_address, daemon_threads, request_queue_size = True, True, 1024
+
+
+def main():
+    urls = [url for url in os.environ.get("REPLICA_URLS", "").split(",") if url.strip()]
+    if not urls:
+        sys.exit("[proxy] REPLICA_URLS is empty: give the replicas' URLs, separated by commas")
+    address = os.environ.get("PROXY_HOST", "127.0.0.1"), int(os.environ.get("PROXY_PORT", "8000"))
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # two sockets a request: 384 come near the usual 1,024
+    try:
+        server = Server(address, Handler)
+        server.fleet = Fleet(urls, os.environ.get("HF_TOKEN", "").strip())
+    except OSError as error:
+        sys.exit(f"[proxy] cannot listen on {address[0]}:{address[1]}: {error}. Set PROXY_PORT to a free port")
+    except ValueError as error:
+        sys.exit(f"[proxy] REPLICA_URLS: {error}")
+    threading.Thread(target=server.fleet.report, daemon=True).start()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    say(f"http://{address[0]}:{address[1]} in front of {len(urls)} replicas: {', '.join(urls)}")
+    try:
+        server.serve_forever()
+    except KeyboardInterrupt:
+        say("stopped")
+
+
+if __name__ == "__main__":
+    main()
