@@ -110,6 +110,7 @@ trainer() {
     local code=$?
     trap - EXIT
     trap '' INT TERM HUP
+    set +e
     # shellcheck disable=SC2046
     kill $(jobs_running "$proxy" "$keeper" "$torch") 2>/dev/null || true
     wait || true
@@ -304,6 +305,7 @@ end_run() { # whatever happened: nothing that this script started stays, unless 
   local code=$?
   trap - EXIT
   trap '' INT TERM
+  set +e # from here on everything is tried
   [[ -n ${follower:-} ]] && kill "$follower" 2>/dev/null
   [[ -n ${staged:-} ]] && rm -rf "$staged"
   [[ -n ${keep:-} ]] || cancel
@@ -434,7 +436,7 @@ local_setup() {
   BUCKET=local/lora MOUNT=$here/$RUN/lora CODE_DIR=$here/$RUN/code CODE_VOLUME=hf://buckets/local/$RUN-code:$here/$RUN/code:ro
   MAX_STEPS=${LOCAL_STEPS:-60} REPLICAS=${LOCAL_REPLICAS:-2} START_MINUTES=5 POLL_S=3
   export HF_TOKEN=hf_local RANKS=2 TRAIN_SCRIPT=local/cpu_train.py TRACKIO_DIR=$here/trackio
-  export JOBS_API_PASS="RANKS TRAIN_SCRIPT TRACKIO_DIR HF_HUB_DISABLE_UPDATE_CHECK"
+  export JOBS_API_PASS="RANKS TRAIN_SCRIPT TRACKIO_DIR SAVE_STEPS HF_HUB_DISABLE_UPDATE_CHECK"
 }
 
 start_local() { # the stand-in for the Jobs API; when it ends, so do its Jobs

@@ -657,7 +657,7 @@ class Fleet:
             if status == 200:
                 replica.adapters[policy.name] = policy
                 return self.settle()
-            if again and now - tries[1] < LOAD_DEADLINE_S:
+            if policy not in self.wanted() or again and now - tries[1] < LOAD_DEADLINE_S:
                 return None
             error = f"{policy.name} on {self.label(replica)}, try {tries[0]}: {status} {text}"
             lags = again and any(policy.name in r.adapters for r in ready)  # the others see it: this mount is to blame

@@ -19,6 +19,7 @@ import math
 import os
 import queue
 import re
+import shutil
 import statistics
 import subprocess
 import sys
@@ -29,6 +30,7 @@ from fractions import Fraction
 
 import requests
 import torch
+from accelerate.utils import broadcast_object_list
 from datasets import load_dataset
 from peft import LoraConfig
 from transformers import AutoTokenizer, PrinterCallback, TrainerCallback
@@ -170,7 +172,7 @@ def answers_equal(gold: str, answer: str) -> bool:
 
 
 def sympy_worker(seconds: int, max_bytes: int) -> None:
-    """Answer each line `[gold, answer]` on stdin with `[equal, bytes of address space in use]`, until stdin is closed."""
+    """Answer each line `[gold, answer]` on stdin with `[equal, bytes of memory in use]`, until stdin is closed."""
     import json
     import logging
     import resource
@@ -218,7 +220,9 @@ def sympy_equal(gold: str, answer: str) -> bool:
             pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
             worker = subprocess.Popen([sys.executable, "-c", SYMPY_PROGRAM], text=True, **pipes)
             if worker.stdout.readline() != "ready\n":
-                raise RuntimeError("the sympy worker did not start: is math-verify installed? Its error is above.")
+                raise RuntimeError(
+                    "the sympy worker did not start: is math-verify installed? Its error is above."
+                ) from None
     worker.stdin.write(json.dumps([gold, answer]) + "\n")
     worker.stdin.flush()
     reply = worker.stdout.readline()
@@ -247,6 +251,7 @@ def newest_checkpoint(deadline_s: float = 60) -> str | None:
         if not missing:
             return path
         say(f"skipped {path}: incomplete, {missing[0]} is not there or cut short ({len(missing)} files)")
+        shutil.rmtree(path, ignore_errors=True)  # its files must not mix with those of the same step, written again
     return None
 
 
@@ -337,7 +342,7 @@ class RunCallback(TrainerCallback):
         history[-1]["wall_s"] = self.wall_s + time.monotonic() - self.started  # kept in checkpoints, as all of them
         recent, value = history[-20:], lambda key: logs.get(key) or 0.0
         steps = [log["perf/step_s"] for log in recent if log.get("perf/step_s")]
-        left = statistics.median(steps) * (state.max_steps - state.global_step) / 60 if steps else float("nan")
+        left = statistics.median(steps) * (state.max_steps - state.global_step) / 60 if steps else 0
         say(
             f"step {state.global_step:>4}/{state.max_steps}  left {left:5.1f} min  "
             f"reward {statistics.mean(log['reward'] for log in recent):.3f}  ratio {logs['ratio']:.4f}  "
@@ -356,7 +361,9 @@ class RunCallback(TrainerCallback):
         if not state.is_world_process_zero:
             return
         checkpoint = f"{args.output_dir}/checkpoint-{state.global_step}"
-        files = [path for path in glob.glob(f"{checkpoint}/**", recursive=True) if os.path.isfile(path)]
+        files = [
+            path for path in glob.glob(f"{checkpoint}/**", recursive=True, include_hidden=True) if os.path.isfile(path)
+        ]
         sizes = {os.path.relpath(path, checkpoint): os.path.getsize(path) for path in files}
         write_json(f"{checkpoint}/manifest.json", sizes)
         say(f"checkpoint-{state.global_step} complete: {len(sizes)} files, {sum(sizes.values()) / 1e6:.1f} MB")
@@ -574,7 +581,6 @@ def main():
         queue_maxsize=QUEUE_SIZE,
         vllm_server_base_url=PROXY,
         save_steps=SAVE_STEPS,
-        save_total_limit=3,  # one being written, one complete, one to spare
         # FSDP2: each rank keeps its shard of the weights and writes its shard of a checkpoint. Weights stay gathered
         # after the forward pass: 3 GB more memory, one all-gather less a row.
         fsdp=True if ranks > 1 else None,
@@ -606,14 +612,16 @@ def main():
     if rank_0:
         say(f"{RUN}: {MODEL}, rank {LORA_RANK}, {MAX_STEPS} steps on {ranks} ranks, output in {OUTPUT_DIR}")
 
-    checkpoint = newest_checkpoint()
-    if rank_0 and checkpoint:
-        say(f"resuming from {checkpoint}")
+    [checkpoint] = broadcast_object_list([newest_checkpoint() if rank_0 else None])
+    if rank_0:
+        say(f"resuming from {checkpoint}" if checkpoint else "no checkpoint to resume from: step 0")
     try:
         trainer.train(resume_from_checkpoint=checkpoint)
     except OSError as error:
-        sys.exit(f"[train] {OUTPUT_DIR} refused a write or a read: {error}. Is the bucket mounted read-write, and whole? "
-                 "Everything up to the newest checkpoint is kept: launch again with the same RUN")  # fmt: skip
+        sys.exit(
+            f"[train] {OUTPUT_DIR} refused a write or a read: {error}. Is the bucket mounted read-write, is it full? "
+            "Everything up to the newest checkpoint is kept: launch again with the same RUN"
+        )
 
     adapter = f"{OUTPUT_DIR}/final-adapter"
     save_lora_adapter(trainer.accelerator.unwrap_model(trainer.model), trainer.accelerator, "default", adapter)

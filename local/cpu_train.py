@@ -19,7 +19,7 @@ from trl.experimental.async_grpo import async_grpo_trainer
 import train
 
 # The recipe at a fiftieth of its size: a 0.1M-parameter model, 55-token samples, a step in about a second.
-train.LEARNING_RATE = 1e-3
+train.LEARNING_RATE = 2e-3
 train.MAX_COMPLETION = 16
 train.TOKEN_BUDGET = 2048  # about 36 samples a row, two rows a step
 train.ACCUMULATION = 1

@@ -10,6 +10,7 @@ found in its cache. The cache is keyed by the adapter's name, as vLLM's is, so m
 import contextlib
 import gzip
 import http.server
+import itertools
 import json
 import select
 import socket
@@ -25,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import proxy
 
 BASE = "Qwen/Qwen2.5-Math-1.5B"
+ANSWERS = itertools.count(1)
 
 
 class FakeVLLM:
@@ -52,7 +54,7 @@ class FakeVLLM:
         self.body = "length"  # how answers are framed: "length", "chunked", "close"
         self.gzip = False  # pack answers, whatever the request accepts
         self.tokens = 4  # tokens of an answer, unless `max_tokens` asks for fewer
-        self.paused, self.served = False, 0
+        self.paused = False
         self.adapters, self.cache = {}, {}  # {name: (path, content)}, {(name, blocks so far): content}
         self.log, self.resets, self.aborted, self.active, self.connections = [], 0, 0, 0, set()
         self.tls, self.port, self.server, self.lock = tls, 0, None, threading.Lock()
@@ -123,8 +125,7 @@ class FakeVLLM:
         weights, hit = {own}, 0
         tokens = prompt if isinstance(prompt, list) and isinstance(prompt[0], int) else []
         with self.lock:
-            self.served += 1
-            first = self.served * 1000  # no two answers are alike
+            first = next(ANSWERS) * 1000  # no two answers are alike
             answer = list(range(first, first + min(self.tokens, body.get("max_tokens", self.tokens))))
             for end in range(16, len(tokens) + len(answer) + 1, 16):
                 key = (model, tuple((tokens + answer)[:end]))
