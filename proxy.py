@@ -548,7 +548,7 @@ class Fleet:
                 if replica.state == "out":
                     self.admit(replica)
                 self.step(replica)
-            except (ReplicaFailed, ValueError, KeyError) as error:
+            except (ReplicaFailed, ValueError, LookupError, TypeError, AttributeError) as error:
                 reason = str(error) if isinstance(error, ReplicaFailed) else f"unexpected answer: {error!r}"
                 self.eject(replica, owner, reason)
                 replica.cut()
@@ -562,7 +562,10 @@ class Fleet:
         """Healthy, like its peers, clean, able to generate: then it may join. ReplicaFailed says what is wrong."""
         owner = replica.owner
         replica.control("GET", "/health", timeout=10)
-        info = replica.control("GET", "/server_info?config_format=json").json().get("vllm_config", {})
+        info = replica.control("GET", "/server_info?config_format=json", (200, 404))
+        if info.status_code == 404:
+            raise ReplicaFailed("has no /server_info: start it with VLLM_SERVER_DEV_MODE=1")
+        info = info.json().get("vllm_config", {})
         model, lora = info.get("model_config") or {}, info.get("lora_config") or {}
         config = {key: model.get(key) for key in ("model", "dtype", "max_model_len")}
         config |= {key: lora.get(key) for key in ("max_loras", "max_lora_rank")}
@@ -660,6 +663,8 @@ class Fleet:
             if policy not in self.wanted() or again and now - tries[1] < LOAD_DEADLINE_S:
                 return None
             error = f"{policy.name} on {self.label(replica)}, try {tries[0]}: {status} {text}"
+            if status == 404 and not again:
+                error += ": start the replica with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
             lags = again and any(policy.name in r.adapters for r in ready)  # the others see it: this mount is to blame
             sick = status in (401, 403) or status >= 500 and "add_lora method failed" not in text
             if policy.state == "loading" and replica in ready and not sick and not lags:
@@ -953,11 +958,12 @@ class Handler(socketserver.BaseRequestHandler):
     def broadcast(self):
         """A request that changes state goes to every replica in service; the worst answer is the answer."""
         with self.fleet.changed:
-            ready = [(replica, replica.owner) for replica in self.fleet.replicas if replica.state == "ready"]
+            ready = [replica for replica in self.fleet.replicas if replica.state == "ready"]
         if not ready:
             raise Refused(503, f"no replica is in service: {self.fleet.reasons()}")
 
-        def call(replica, owner):
+        def call(replica):
+            owner = replica.owner
             try:
                 return replica.control(
                     self.method, self.target, range(1000), HOLD_DEADLINE_S, {"Content-Type": self.kind}, data=self.body
@@ -966,11 +972,11 @@ class Handler(socketserver.BaseRequestHandler):
                 return self.fleet.eject(replica, owner, str(error))
 
         with concurrent.futures.ThreadPoolExecutor(len(ready)) as pool:
-            answers = [answer for answer in pool.map(call, *zip(*ready)) if answer is not None]
+            answers = [answer for answer in pool.map(call, ready) if answer is not None]
         if not answers:
             raise Refused(503, f"no replica answered: {self.fleet.reasons()}")
         worst = max(answers, key=lambda answer: answer.status_code)
-        text = ready[0][0].hide(worst.text)
+        text = ready[0].hide(worst.text)
         self.answer(worst.status_code, text.encode(), b"Content-Type: application/json\r\n")
 
     def json(self, status, data):

@@ -490,7 +490,7 @@ def picture(history: list[dict], path: str):
     steps, column = [log["step"] for log in history], lambda key: [log.get(key) or math.nan for log in history]
     reward = column("reward")
     fig, axes = pyplot.subplots(2, 3, figsize=(15, 7), layout="constrained")
-    fig.suptitle(f"{RUN}: {MODEL}, rank {LORA_RANK}, {len(steps)} steps")
+    fig.suptitle(f"{RUN}: {MODEL.rpartition('/')[2]}, rank {LORA_RANK}, {len(steps)} steps")
     (a, b, c), (d, e, f) = axes
     a.plot(steps, reward, color="lightsteelblue", label="a step")
     means = [statistics.mean(reward[max(0, i - 19) : i + 1]) for i in range(len(reward))]

@@ -16,6 +16,7 @@ everything a Job started when its command ends. Different, because a Job is a pr
   3. Jobs share this machine's ports. A gateway on a free port of 127.0.0.1 stands for each exposed one; a Job that
      runs `vllm` is told in JOB_PORT which port to bind in place of the one it exposes, so that replicas can coexist.
   4. SIGTERM reaches all processes of a Job; a container's first process alone would get it.
+SIGUSR1 cuts every connection through the exposed ports, as a network that fails would.
 A token that starts with "readonly" may not create Jobs, and --max-jobs N stands for a credit that N Jobs use up.
 When this process ends, however it ends, its Jobs end: a forked watchdog kills them.
 """
@@ -336,6 +337,7 @@ class Job:
         self.ports = list(spec.get("expose", {}).get("ports", []))  # each has a listener at the same index
         self.listeners = [socket.create_server(("127.0.0.1", 0), backlog=1024) for _ in self.ports]
         self.urls = [f"http://127.0.0.1:{listener.getsockname()[1]}" for listener in self.listeners]
+        self.connections: set[asyncio.StreamWriter] = set()  # of the gateways, to their clients
         self.reserved = socket.socket()
         if self.ports and spec["command"][0] == "vllm":
             # Bound but not listening: nobody else is given the port, and vLLM, which sets SO_REUSEADDR too, can take it.
@@ -484,6 +486,7 @@ class Job:
     ) -> None:
         """One connection to an exposed port: check the first request's token, then pass bytes both ways untouched."""
         upstream, pumps = None, []
+        self.connections.add(writer)
         try:
             head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), REQUEST_DEADLINE_S)
             given = re.search(rb"\r\nauthorization:[ \t]*([^\r\n]*?)[ \t]*\r\n", head, re.IGNORECASE)
@@ -501,6 +504,7 @@ class Job:
         except (EOFError, asyncio.LimitOverrunError, TimeoutError, ConnectionError):
             pass  # no whole request came, or the client left: nobody is there to be answered
         finally:
+            self.connections.discard(writer)
             for task in pumps:
                 task.cancel()
             for end in (writer, upstream):
@@ -669,11 +673,16 @@ class Api:
         task.add_done_callback(self.tasks.discard)
         return job.info()
 
+    def cut_connections(self) -> None:
+        for writer in [writer for job in self.jobs.values() for writer in job.connections]:
+            writer.transport.abort()  # each gateway notices, and closes its other side
+
     async def run(self) -> None:
         """Serve until SIGTERM, SIGINT or SIGHUP, then cancel the Jobs and wait for their end."""
         loop, stop = asyncio.get_running_loop(), asyncio.Event()
         for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             loop.add_signal_handler(signum, stop.set)
+        loop.add_signal_handler(signal.SIGUSR1, self.cut_connections)
         try:
             server = await asyncio.start_server(self.connection, "127.0.0.1", self.args.port, limit=MAX_HEAD)
         except OSError as error:

@@ -12,6 +12,7 @@ import gzip
 import http.server
 import itertools
 import json
+import math
 import select
 import socket
 import struct
@@ -244,7 +245,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         fake.active += 1
         try:
             status, answer = fake.complete(body)
-            self.linger()
+            self.linger(0 if body.get("prompt") == [0] else math.inf)
             mode = "500" if fake.poison and body.get("prompt", [None])[0] == fake.poison else fake.mode
             if mode == "reset":
                 return self.drop()
@@ -261,10 +262,10 @@ class Handler(http.server.BaseHTTPRequestHandler):
         finally:
             fake.active -= 1
 
-    def linger(self):
-        """Take `fake.delay`, for ever in mode "hang", but stop when the peer leaves: vLLM aborts the request then."""
+    def linger(self, limit):
+        """Take `fake.delay`, at most `limit`, for ever in mode "hang"; stop if the peer leaves: vLLM aborts it then."""
         begin = time.monotonic()
-        while self.fake.mode == "hang" or time.monotonic() < begin + self.fake.delay:
+        while self.fake.mode == "hang" or time.monotonic() < begin + min(limit, self.fake.delay):
             if select.select([self.connection], [], [], 0.01)[0]:
                 self.fake.aborted += 1
                 raise ConnectionAbortedError("the client left")
