@@ -14,7 +14,8 @@ SSL_CERT_FILE (optional: certificates to trust instead of the usual ones).
 import collections
 import concurrent.futures
 import contextlib
-import http
+import http.client
+import itertools
 import json
 import math
 import os
@@ -43,13 +44,13 @@ PROVE_S = 30  # s for that proof, one token
 PROBE_S = 2  # s between health checks, of replicas in service and out of it
 CONTROL_S = 60  # s for any other control call: loading a 4 MB adapter takes well under one
 CLIENT_S = 60  # s for a client to send a request it began, or to take an answer
-REPORT_S = 60  # s between summary lines
 IDLE_S = 4  # s an idle connection to a replica is used again: vLLM closes them after 5
-MAX_RESENDS = 4  # failures after which a request is taken for their cause, and gets the error
+MAX_RESENDS = 4  # failures after which a request is taken for their cause and gets the error
 MAX_BODY = 64 << 20  # bytes of one request
+REPORT_S = 60  # s between summary lines
+MANY = -1  # successor of a block that several prompts continue differently (no block: hash() is never -1)
 COMPLETIONS = ("/v1/completions", "/v1/chat/completions")
 COUNTS = ("routed", "affinity", "spilled", "unmatched", "retried", "ejected", "readmitted", "held", "aborted")
-MANY = -1  # successor of a block that several prompts continue differently (no block: hash() is never -1)
 
 
 def say(text):
@@ -95,9 +96,9 @@ class Router:
                 common = k
         least = min(load.values())
         holders = [owner for owner in load if depth[owner] > common]
-        fit = [owner for owner in holders if load[owner] <= least + MAX_LEAD]
-        if fit:
-            return max(fit, key=lambda owner: (depth[owner], -load[owner])), "affinity"
+        near = [owner for owner in holders if load[owner] <= least + MAX_LEAD]
+        if near:
+            return max(near, key=lambda owner: (depth[owner], -load[owner])), "affinity"
         idle = [owner for owner in load if load[owner] == least]
         self.turn += 1
         return idle[self.turn % len(idle)], "spilled" if holders else "unmatched"
@@ -169,15 +170,11 @@ class Wire:
             poll.unregister(self.client)  # it sends its next request already: not a farewell
 
     def send(self, data):
-        while True:
+        while data:
             try:
-                sent = self.sock.send(data)
+                data = memoryview(data)[self.sock.send(data) :]
             except (BlockingIOError, ssl.SSLWantWriteError):
                 self.wait(select.POLLOUT)
-                continue
-            if sent == len(data):
-                return
-            data = memoryview(data)[sent:]
 
     def receive(self):
         while True:
@@ -190,11 +187,11 @@ class Wire:
                 raise EOFError("the connection was closed early")
             return data
 
-    def until(self, end, limit=1 << 16):
-        """The bytes before the next `end`, which is taken too. ValueError if there are more than `limit`."""
+    def until(self, end):
+        """The bytes before the next `end`, which is taken too. ValueError if there are more than 64 KiB."""
         while (size := self.buffer.find(end)) < 0:
-            if len(self.buffer) > limit:
-                raise ValueError(f"no end of line or head within {limit} bytes")
+            if len(self.buffer) > 1 << 16:
+                raise ValueError("no end of the head within 64 KiB")
             self.buffer += self.receive()
         taken, self.buffer = self.buffer[:size], self.buffer[size + len(end) :]
         return taken
@@ -212,7 +209,7 @@ class Wire:
         """(the first line's three words, {lower-case name: value}), all bytes. ValueError if this is not HTTP/1."""
         first, *lines = self.until(b"\r\n\r\n").split(b"\r\n")
         words = first.split(b" ", 2)
-        if len(words) < 2 or b"HTTP/1." not in first:
+        if len(words) < 2 or not words[0].startswith(b"HTTP/1.") and not words[-1].startswith(b"HTTP/1."):
             raise ValueError("this is not HTTP/1.1")
         fields = (line.partition(b":") for line in lines)
         return words, {name.strip().lower(): value.strip() for name, _, value in fields}
@@ -227,19 +224,18 @@ class Wire:
         elif b"content-length" in headers:
             yield self.take(int(headers[b"content-length"]))
         else:  # the end of the connection is the end of the body
-            try:
+            with contextlib.suppress(EOFError):
                 while True:
-                    yield self.buffer or self.receive()
-                    self.buffer = b""
-            except EOFError:
-                return
+                    part, self.buffer = self.buffer or self.receive(), b""
+                    yield part
 
 
 class Flight:
     """One request at one replica, known there under the replica's `owner` number of that time."""
 
-    def __init__(self, replica):
-        self.replica, self.owner, self.since, self.wire = replica, replica.owner, time.monotonic(), None
+    def __init__(self, replica, index):
+        self.replica, self.index, self.owner, self.wire = replica, index, replica.owner, None
+        self.since = time.monotonic()
 
 
 class Replica:
@@ -250,40 +246,32 @@ class Replica:
         parts = urllib.parse.urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(f"a replica's URL must be http(s)://host[:port], found {url!r}")
-        self.url, self.token, self.owner, self.served = url, token, owner, False
-        self.state, self.reason, self.base = "out", "starting", None
+        self.url, self.token, self.owner, self.state, self.reason = url, token, owner, "out", "starting"
+        self.served, self.base, self.routed, self.flights = False, None, 0, set()
         self.adapters, self.names = {}, set()  # {name: Policy} it holds; names its prefix cache may have blocks of
-        self.tries, self.next_try, self.next_check = {}, 0.0, 0.0  # {Policy: [offers, time of the first]}; times
-        self.flights, self.idle, self.routed, self.last_answer = set(), [], 0, time.monotonic()
-        self.address, self.prefix = (parts.hostname, parts.port or (443 if parts.scheme == "https" else 80)), parts.path
+        self.offers, self.next_offer = {}, 0.0  # {Policy: [how many, time of the first]}; time of the next one
+        self.last_answer = self.next_check = 0.0
+        self.idle, self.prefix = [], parts.path  # [(connection, last used)]
+        self.address = parts.hostname, parts.port or (443 if parts.scheme == "https" else 80)
         self.trusted = os.environ.get("SSL_CERT_FILE") or requests.certs.where()
         self.tls = ssl.create_default_context(cafile=self.trusted) if parts.scheme == "https" else None
         self.auth = {"Authorization": f"Bearer {token}"} if token else {}
         fields = {"Host": parts.netloc.rpartition("@")[2], "Accept-Encoding": "identity", **self.auth}
-        self.head = "".join(f"{name}: {value}\r\n" for name, value in fields.items()).encode()
+        self.head = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
 
     def hide(self, text):
         """What a replica said, fit for logs and answers: some servers and gateways echo the request's headers."""
         return text.replace(self.token, "[HF_TOKEN]") if self.token else text
 
     def control(self, method, path, accept=(200,), timeout=CONTROL_S, headers=(), **kwargs):
-        """One control call on a connection of its own. ReplicaFailed if no answer comes or its status is not accepted;
-        a redirect is not followed, for it would take the token along."""
-        headers = {**dict(headers), **self.auth}
+        """One control call, on a connection of its own, for a pooled one may be dead and not every call can be made
+        twice. ReplicaFailed if no answer comes or its status is not in `accept`; a redirect would take the token
+        along and is not followed."""
+        kwargs |= {"headers": {**dict(headers), **self.auth}, "timeout": timeout, "verify": self.trusted}
         try:
-            with (
-                requests.Session() as session
-            ):  # of its own: a pooled connection may be dead, and not every call repeated
+            with requests.Session() as session:
                 session.trust_env = False  # a ~/.netrc entry would replace the token
-                answer = session.request(
-                    method,
-                    self.url + path,
-                    headers=headers,
-                    timeout=timeout,
-                    verify=self.trusted,
-                    allow_redirects=False,
-                    **kwargs,
-                )
+                answer = session.request(method, self.url + path, allow_redirects=False, **kwargs)
         except requests.RequestException as error:
             cause = str(error).rsplit(": ", 1)[-1].strip("'\")")  # the innermost of four nested messages
             raise ReplicaFailed(f"{path} {type(error).__name__}: {self.hide(cause)}") from error
@@ -291,43 +279,47 @@ class Replica:
             raise ReplicaFailed(f"{path} answers {answer.status_code} {self.hide(answer.text)[:300]}".strip())
         return answer
 
+    def unload(self, name):
+        self.control("POST", "/v1/unload_lora_adapter", (200, 404), json={"lora_name": name})
+
+    def reset(self):
+        """Empty the prefix cache, which is keyed by adapter name: old blocks must never meet new weights."""
+        answer = self.control("POST", "/reset_prefix_cache?reset_running_requests=true")
+        if b'"success":false' in answer.content.replace(b" ", b""):
+            raise ReplicaFailed("/reset_prefix_cache did not succeed")
+        self.names.clear()
+
     def prove(self):
         """Generate one token: /health answers even while the engine hangs. ReplicaFailed if it can't."""
         probe = {"model": self.base, "prompt": [0], "max_tokens": 1}
         self.control("POST", "/v1/completions", timeout=PROVE_S, json=probe)
 
     def connect(self):
-        sock = socket.create_connection(self.address, timeout=10)
-        return Wire(self.tls.wrap_socket(sock, server_hostname=self.address[0]) if self.tls else sock)
-
-    def pooled(self):
-        """An idle connection young enough to be open still, or None."""
-        try:
+        """A connection: a pooled one that is young enough to be open still (True), or a new one (False)."""
+        with contextlib.suppress(IndexError):
             while True:
                 wire, used = self.idle.pop()
                 if time.monotonic() - used < IDLE_S:
-                    return wire
+                    return wire, True
                 wire.sock.close()
-        except IndexError:
-            return None
+        sock = socket.create_connection(self.address, timeout=10)
+        return Wire(self.tls.wrap_socket(sock, server_hostname=self.address[0]) if self.tls else sock), False
 
     def ask(self, flight, message, client, deadline):
         """Send `message` and wait for the answer's head: (words, headers). A pooled connection that proves dead is
         replaced. OSError, EOFError, ValueError: the replica failed; ClientGone: the client left."""
         while True:
-            wire = self.pooled()
-            reused = wire is not None
-            flight.wire = wire = wire or self.connect()
-            wire.client, wire.deadline = client, deadline
+            flight.wire, pooled = self.connect()
+            flight.wire.client, flight.wire.deadline = client, deadline
             try:
                 if self.owner != flight.owner:  # `cut` came before there was a connection to cut
                     raise EOFError("taken out of service")
-                wire.send(message)
-                wire.wait()
-                return wire.head()
+                flight.wire.send(message)
+                flight.wire.wait()
+                return flight.wire.head()
             except (OSError, EOFError):
-                wire.sock.close()
-                if not reused or self.owner != flight.owner:
+                flight.wire.sock.close()
+                if not pooled or self.owner != flight.owner:
                     raise
 
     def pool(self, flight, headers):
@@ -369,28 +361,24 @@ class Fleet:
     live adapter in order, probed. Request threads only choose (`route`) and report (`eject`). One lock, `changed`."""
 
     def __init__(self, urls, token=""):
-        self.changed = threading.Condition(threading.Lock())
-        self.token, self.router, self.owners = token, Router(), 0
+        self.changed, self.token = threading.Condition(threading.Lock()), token
+        self.router, self.owners, self.count = Router(), itertools.count(1), collections.Counter()
         self.replicas, self.policies = [], []  # policies in the order of their loads
-        self.config, self.failure, self.proven = None, "", False  # what a replica must serve; error for the next load
-        self.complete, self.count = False, collections.Counter()  # every replica was ready once; the statistics
+        self.config, self.complete = {}, False  # what a replica must serve; whether each was in service once
+        self.proven, self.failure = False, ""  # whether a load has succeeded; the error that answers the next load
         self.set_replicas(urls)
-
-    def next_owner(self):
-        self.owners += 1
-        return self.owners
 
     def set_replicas(self, urls):
         """Make the fleet exactly `urls`: the new ones are admitted, the requests of those that left are sent again
         elsewhere. ValueError."""
         urls = [url.strip().rstrip("/") for url in dict.fromkeys(urls)]
         with self.changed:
-            known = [replica.url for replica in self.replicas]
-            new = [Replica(url, self.token, self.next_owner()) for url in urls if url not in known]
             left = [replica for replica in self.replicas if replica.url not in urls]
-            self.replicas = [replica for replica in self.replicas if replica.url in urls] + new
+            known = [replica.url for replica in self.replicas]
+            new = [Replica(url, self.token, next(self.owners)) for url in urls if url not in known]
+            self.replicas = [replica for replica in self.replicas if replica not in left] + new
             for replica in left:
-                replica.state, replica.owner, replica.adapters = "removed", self.next_owner(), {}
+                replica.state, replica.owner, replica.adapters = "removed", next(self.owners), {}
                 say(f"{replica.url} removed")
             self.settle()
         for replica in left:
@@ -425,8 +413,7 @@ class Fleet:
             while True:
                 if policy and policy.state == "failed":
                     raise Refused(424, policy.error)
-                ready = (replica for replica in self.replicas if replica.state == "ready")
-                fit = {r.owner: r for r in ready if policy is None or r.adapters.get(policy.name) is policy}
+                fit = {r.owner: r for r in self.ready() if policy is None or r.adapters.get(policy.name) is policy}
                 if fit:
                     break
                 if policy and policy.retired:
@@ -441,9 +428,10 @@ class Fleet:
             owner, how = self.router.choose(blocks, {owner: len(replica.flights) for owner, replica in fit.items()})
             self.router.remember(blocks, owner)
             self.count.update(("routed", how))
-            fit[owner].routed += 1
-            flight = Flight(fit[owner])
-            flight.replica.flights.add(flight)
+            replica = fit[owner]
+            replica.routed += 1
+            flight = Flight(replica, self.replicas.index(replica))
+            replica.flights.add(flight)
             return flight
 
     def release(self, flight):
@@ -456,13 +444,12 @@ class Fleet:
         """Take a replica out. `owner` is the number it was known by: late news of an earlier life changes nothing."""
         with self.changed:
             self.count["retried"] += retried
-            if replica.owner != owner or replica.state not in ("joining", "ready"):
-                return
-            self.count["ejected"] += replica.state == "ready"
-            replica.state, replica.reason, replica.owner = "out", reason, self.next_owner()
-            replica.adapters, replica.tries = {}, {}
-            self.settle()
-        say(f"{self.label(replica)} out: {reason}")
+            if replica.owner == owner and replica.state in ("joining", "ready"):
+                self.count["ejected"] += replica.state == "ready"
+                replica.state, replica.reason, replica.owner = "out", reason, next(self.owners)
+                replica.adapters = {}
+                say(f"{self.label(replica)} out: {reason}")
+                self.settle()
 
     def load(self, name, path):
         """Offer an adapter to all replicas. Returns once it is accepted: at once, except for the first of a run, which
@@ -499,6 +486,9 @@ class Fleet:
 
     # ---- what is true of the fleet; the caller holds the lock
 
+    def ready(self):
+        return [replica for replica in self.replicas if replica.state == "ready"]
+
     def bound(self, name):
         return next((policy for policy in reversed(self.policies) if policy.name == name), None)
 
@@ -510,8 +500,7 @@ class Fleet:
         in a full replica vLLM would evict it, and could not read it again, for its files go soon after."""
         keep = [policy for policy in self.policies if policy.state != "failed" and not policy.retired]
         last = [policy for policy in self.policies if policy.retired and policy.users]
-        slots = (self.config or {}).get("max_loras") or 1
-        return keep + last[max(0, len(last) + len(keep) - slots) :]
+        return keep + last[max(0, len(last) + len(keep) - (self.config.get("max_loras") or 1)) :]
 
     def label(self, replica):
         return f"replica {self.replicas.index(replica) if replica in self.replicas else '-'} ({replica.url})"
@@ -521,13 +510,12 @@ class Fleet:
         return "; ".join(out) or "all replicas are in service"
 
     def settle(self):
-        """Draw the conclusions of any change: a load is done when every replica in service has it, and a policy that
-        is retired, unused and nowhere held is forgotten."""
-        ready = [replica for replica in self.replicas if replica.state == "ready"]
-        policy = self.loading()
+        """Draw the conclusions of a change: a load is done when every replica in service has it, and a policy that is
+        retired, unused and nowhere held is forgotten."""
+        policy, ready = self.loading(), self.ready()
         if policy and ready and all(replica.adapters.get(policy.name) is policy for replica in ready):
             policy.state, policy.seconds, self.proven = "live", time.monotonic() - policy.started, True
-            tries = ", ".join(str(replica.tries[policy][0]) for replica in ready)
+            tries = ", ".join(str(replica.offers[policy][0]) for replica in ready)
             where = f"{len(ready)}/{len(self.replicas)} replicas"
             say(f"{policy.name} on {where} after {policy.seconds:.1f} s ({tries} tries)")
         held = [policy for replica in self.replicas for policy in replica.adapters.values()]
@@ -546,7 +534,7 @@ class Fleet:
             owner = replica.owner
             try:
                 if replica.state == "out":
-                    self.admit(replica)
+                    self.admit(replica, owner)
                 self.step(replica)
             except (ReplicaFailed, ValueError, LookupError, TypeError, AttributeError) as error:
                 reason = str(error) if isinstance(error, ReplicaFailed) else f"unexpected answer: {error!r}"
@@ -558,10 +546,9 @@ class Fleet:
                         say(f"{self.label(replica)} {replica.state}: {reason}")
                     self.changed.wait(PROBE_S)
 
-    def admit(self, replica):
+    def admit(self, replica, owner):
         """Healthy, like its peers, clean, able to generate: then it may join. ReplicaFailed says what is wrong."""
-        owner = replica.owner
-        replica.control("GET", "/health", timeout=10)
+        replica.control("GET", "/health", timeout=PROVE_S)
         info = replica.control("GET", "/server_info?config_format=json", (200, 404))
         if info.status_code == 404:
             raise ReplicaFailed("has no /server_info: start it with VLLM_SERVER_DEV_MODE=1")
@@ -570,38 +557,26 @@ class Fleet:
         config = {key: model.get(key) for key in ("model", "dtype", "max_model_len")}
         config |= {key: lora.get(key) for key in ("max_loras", "max_lora_rank")}
         with self.changed:
-            if not self.policies and all(r.state == "out" for r in self.replicas):
+            if not self.policies and all(other.state == "out" for other in self.replicas):
                 self.config = config
-            wrong = [
-                f"{key}={value} (the fleet: {self.config[key]})"
-                for key, value in config.items()
-                if value != self.config[key]
-            ]
-            if wrong:
-                raise ReplicaFailed(f"serves {', '.join(wrong)}: start it with the fleet's flags")
+            for key, value in self.config.items():
+                if config[key] != value:
+                    text = f"serves {key}={config[key]} (the fleet: {value}): start it with the fleet's flags"
+                    raise ReplicaFailed(text)
         if replica.control("GET", "/is_paused").json().get("is_paused"):
             replica.control("POST", "/resume")
         cards = replica.control("GET", "/v1/models").json().get("data", [])
         replica.base = next((card["id"] for card in cards if not card.get("parent")), None)
-        for card in cards:
-            if card.get("parent"):
-                replica.control("POST", "/v1/unload_lora_adapter", (200, 404), json={"lora_name": card["id"]})
-        self.reset(replica)
+        for name in [card["id"] for card in cards if card.get("parent")]:
+            replica.unload(name)
+        replica.reset()
         if replica.served:
             replica.prove()
         with self.changed:
             if replica.owner == owner:
-                replica.state, replica.adapters, replica.tries = "joining", {}, {}
+                replica.state, replica.adapters, replica.offers = "joining", {}, {}
                 replica.next_check = time.monotonic() + PROBE_S
                 self.count["readmitted"] += replica.served
-
-    @staticmethod
-    def reset(replica):
-        """Empty the prefix cache, which is keyed by adapter name: old blocks must never meet new weights."""
-        answer = replica.control("POST", "/reset_prefix_cache?reset_running_requests=true")
-        if b'"success":false' in answer.content.replace(b" ", b""):
-            raise ReplicaFailed("/reset_prefix_cache did not succeed")
-        replica.names.clear()
 
     def step(self, replica):
         """One thing at a time: unload what is not wanted, offer what is missing, probe, or wait for news."""
@@ -615,57 +590,53 @@ class Fleet:
                 self.complete = self.complete or all(r.served for r in self.replicas)
                 say(f"{self.label(replica)} in service, holds {', '.join(replica.adapters) or 'no adapter'}")
                 self.settle()
-            due = min(replica.next_check, replica.next_try if missing else math.inf)
+            due = min(replica.next_check, replica.next_offer if missing else math.inf)
             if replica.state not in ("joining", "ready") or not surplus and now < due:
                 self.changed.wait(max(0, due - now))
                 return
         if surplus:
             self.withdraw(replica, surplus[0])
-        elif missing and now >= replica.next_try:
+        elif missing and now >= replica.next_offer:
             self.offer(replica, missing[0])
         else:
             self.check(replica)
 
     def withdraw(self, replica, policy):
-        replica.control("POST", "/v1/unload_lora_adapter", (200, 404), json={"lora_name": policy.name})
+        replica.unload(policy.name)
         with self.changed:
             replica.adapters.pop(policy.name, None)
-            replica.tries.pop(policy, None)
+            replica.offers.pop(policy, None)
             self.settle()
 
     def offer(self, replica, policy):
         """Ask a replica to load an adapter. What it answers decides: it has it, or is asked again, or the load failed,
         or the replica did (ReplicaFailed)."""
         if policy.name in replica.names:
-            self.reset(replica)
+            replica.reset()
         order = {"lora_name": policy.name, "lora_path": policy.path}
         answer = replica.control("POST", "/v1/load_lora_adapter", range(1000), json=order)
-        status, text, again = (
-            answer.status_code,
-            replica.hide(answer.text)[:500],
-            may_pass(answer.status_code, answer.text),
-        )
-        taken = status == 400 and "already been loaded" in text
+        status, text = answer.status_code, replica.hide(answer.text)[:500]
+        taken = status == 400 and "already been loaded" in text  # by somebody else, with other weights perhaps
+        again = taken or may_pass(status, text)
         if status == 200 or taken:
             replica.names.add(policy.name)
-        if taken:  # by somebody else: other weights, perhaps
-            replica.control("POST", "/v1/unload_lora_adapter", (200, 404), json={"lora_name": policy.name})
-            again = True
+        if taken:
+            replica.unload(policy.name)
         with self.changed:
-            now, ready = time.monotonic(), [r for r in self.replicas if r.state == "ready"]
-            tries = replica.tries.setdefault(policy, [0, now])
-            tries[0] += 1
+            now, ready = time.monotonic(), self.ready()
+            offers = replica.offers.setdefault(policy, [0, now])
+            offers[0] += 1
             policy.attempts += 1
-            replica.next_try = now + (0 if status == 200 else RETRY_S[min(tries[0], len(RETRY_S)) - 1])
+            replica.next_offer = now + (0 if status == 200 else RETRY_S[min(offers[0], len(RETRY_S)) - 1])
             if status == 200:
                 replica.adapters[policy.name] = policy
                 return self.settle()
-            if policy not in self.wanted() or again and now - tries[1] < LOAD_DEADLINE_S:
+            if policy not in self.wanted() or again and now - offers[1] < LOAD_DEADLINE_S:
                 return None
-            error = f"{policy.name} on {self.label(replica)}, try {tries[0]}: {status} {text}"
+            error = f"{policy.name} on {self.label(replica)}, try {offers[0]}: {status} {text}"
             if status == 404 and not again:
                 error += ": start the replica with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
-            lags = again and any(policy.name in r.adapters for r in ready)  # the others see it: this mount is to blame
+            lags = again and any(policy.name in other.adapters for other in ready)  # only this mount does not show it
             sick = status in (401, 403) or status >= 500 and "add_lora method failed" not in text
             if policy.state == "loading" and replica in ready and not sick and not lags:
                 return self.fail(policy, error)
@@ -680,47 +651,42 @@ class Fleet:
             try:
                 replica.prove()
             except ReplicaFailed as error:
-                raise ReplicaFailed(
-                    f"hangs: no answer for {HANG_S} s, nor a token when asked for one: {error}"
-                ) from error
+                raise ReplicaFailed(f"hangs: no answer for {HANG_S} s, and no token on request: {error}") from error
             replica.last_answer = time.monotonic()
 
     # ---- seen from outside
 
     def health(self):
         with self.changed:
-            up = sum(replica.state == "ready" for replica in self.replicas)
-            status = 200 if up and self.complete else 503
+            up, status = len(self.ready()), 200 if self.ready() and self.complete else 503
             return status, {"in_service": up, "replicas": len(self.replicas), "out": self.reasons()}
 
     def stats(self):
+        keys, of_policy = ("url", "state", "reason", "routed"), ("path", "state", "attempts", "seconds")
         with self.changed:
             replicas = [
-                {"url": r.url, "state": r.state, "reason": "" if r.state == "ready" else r.reason}
-                | {"inflight": len(r.flights), "routed": r.routed, "adapters": list(r.adapters)}
+                {key: getattr(r, key) for key in keys} | {"inflight": len(r.flights), "adapters": list(r.adapters)}
                 for r in self.replicas
             ]
-            adapters = {
-                p.name: {"path": p.path, "state": p.state, "attempts": p.attempts, "seconds": p.seconds}
-                for p in self.policies
-            }
+            adapters = {policy.name: {key: getattr(policy, key) for key in of_policy} for policy in self.policies}
             counts = {name: self.count[name] for name in COUNTS}
             return {"replicas": replicas, **counts, "adapters": adapters, "tracked_blocks": len(self.router.table)}
 
     def metrics(self):
         """The numbers of `stats` in Prometheus text format 0.0.4."""
         stats = self.stats()
-        each = {key: [r[key] for r in stats["replicas"]] for key in ("routed", "inflight")}
-        ready = [int(r["state"] == "ready") for r in stats["replicas"]]
-        table = [(f"{name}_total", "counter", stats[name]) for name in COUNTS]
-        table += [("tracked_blocks", "gauge", stats["tracked_blocks"]), ("adapters", "gauge", len(stats["adapters"]))]
-        table += [("replica_routed_total", "counter", each["routed"]), ("replica_inflight", "gauge", each["inflight"])]
-        lines = []
-        for name, kind, value in [*table, ("replica_ready", "gauge", ready)]:
-            lines.append(f"# TYPE lora_proxy_{name} {kind}")
-            rows = {f'{{replica="{i}"}}': v for i, v in enumerate(value)} if isinstance(value, list) else {"": value}
-            lines += [f"lora_proxy_{name}{label} {v}" for label, v in rows.items()]
-        return "\n".join(lines) + "\n"
+        rows = [(f"{name}_total counter", "", stats[name]) for name in COUNTS]
+        rows += [("tracked_blocks gauge", "", stats["tracked_blocks"])]
+        for i, replica in enumerate(stats["replicas"]):
+            label = f'{{replica="{i}"}}'
+            rows += [("replica_routed_total counter", label, replica["routed"])]
+            rows += [("replica_inflight gauge", label, replica["inflight"])]
+            rows += [("replica_ready gauge", label, int(replica["state"] == "ready"))]
+        text = ""
+        for name, group in itertools.groupby(sorted(rows), key=lambda row: row[0]):
+            text += f"# TYPE lora_proxy_{name}\n"
+            text += "".join(f"lora_proxy_{name.split()[0]}{label} {value}\n" for _, label, value in group)
+        return text
 
     def report(self):
         """One summary line a minute."""
@@ -729,13 +695,11 @@ class Fleet:
             time.sleep(REPORT_S)
             now = self.stats()
             new = {name: now[name] - before[name] for name in COUNTS}
-            shares = ", ".join(
-                f"{how} {new[how] / max(1, new['routed']):.1%}" for how in ("affinity", "spilled", "unmatched")
-            )
+            share = ", ".join(f"{how} {new[how] / max(1, new['routed']):.1%}" for how in COUNTS[1:4])
             states, flying = [r["state"] for r in now["replicas"]], sum(r["inflight"] for r in now["replicas"])
             say(
-                f"{states.count('ready')}/{len(states)} in service, {flying} in flight; in the last minute {new['routed']} "
-                f"routed ({shares}), {new['retried']} sent again, {new['held']} held"
+                f"{states.count('ready')}/{len(states)} in service, {flying} in flight; since the last line "
+                f"{new['routed']} routed ({share}), {new['retried']} sent again, {new['held']} held"
             )
             before = now
 
@@ -747,85 +711,75 @@ class Handler(socketserver.BaseRequestHandler):
         self.wire, self.fleet, self.keep_alive = Wire(self.request), self.server.fleet, True
         with contextlib.suppress(ClientGone, OSError, EOFError):  # nobody is left to answer
             while self.keep_alive:
-                if not self.wire.buffer:
-                    self.wire.deadline = time.monotonic() + 24 * 3600
-                    self.wire.wait()
+                self.wire.deadline = time.monotonic() + 24 * 3600  # idle
+                self.wire.buffer = self.wire.buffer or self.wire.receive()
                 self.wire.deadline = time.monotonic() + CLIENT_S
                 try:
-                    self.serve()
-                except Refused as refusal:
-                    self.error(refusal.status, str(refusal))
-            self.linger()
+                    self.read()
+                    self.dispatch()
+                except Refused as error:
+                    kind = http.client.responses[error.status]
+                    self.json(error.status, {"error": {"message": str(error), "type": kind, "code": error.status}})
+            # What the client still sends is read, for closing on unread data would reset the connection, answer and all
+            self.request.shutdown(socket.SHUT_WR)
+            self.wire.deadline = time.monotonic() + 2
+            while self.wire.receive():
+                continue
 
-    def linger(self):
-        """Read what the client still sends, for closing on unread data would reset the connection, answer and all."""
-        self.request.shutdown(socket.SHUT_WR)
-        self.wire.deadline = time.monotonic() + 2
-        while self.wire.receive():
-            continue
-
-    def serve(self):
-        self.keep_alive, self.framed = False, True  # until this request's end has been found
+    def read(self):
+        """Read one request. After one whose end is unclear the connection can't be used again."""
+        self.keep_alive = self.framed = False
         try:
             words, headers = self.wire.head()
+            self.method, self.target, version = (word.decode("latin-1") for word in words)
         except ValueError as error:
-            raise Refused(400, str(error)) from error
-        if len(words) < 3:
-            raise Refused(400, "this is not HTTP/1.1")
-        self.framed = words[2] == b"HTTP/1.1"
-        self.method, self.target = words[0].decode("latin-1"), words[1].decode("latin-1")
-        self.path = self.target.partition("?")[0]
-        self.kind = headers.get(b"content-type", b"application/json").decode("latin-1")
-        self.body = self.read_body(headers)
-        self.keep_alive = self.framed and b"close" not in headers.get(b"connection", b"").lower()
-        self.dispatch()
-
-    def read_body(self, headers):
+            raise Refused(400, f"this is not HTTP/1.1: {error}") from error
+        length = headers.get(b"content-length", b"0").decode("latin-1")
         if b"transfer-encoding" in headers:
             raise Refused(411, "chunked bodies are not taken: send Content-Length")
-        length = headers.get(b"content-length", b"0")
-        if not length.isdigit():
-            raise Refused(400, f"Content-Length must be a number, found {length[:40].decode('latin-1')!r}")
+        if not length.isdecimal():
+            raise Refused(400, f"Content-Length must be a number, found {length[:40]!r}")
         if len(length) > 12 or int(length) > MAX_BODY:
-            raise Refused(413, f"at most {MAX_BODY} bytes are taken, Content-Length is {length[:40].decode('latin-1')}")
+            raise Refused(413, f"at most {MAX_BODY} bytes are taken, Content-Length is {length[:40]}")
         if headers.get(b"expect", b"").lower() == b"100-continue":
             self.wire.send(b"HTTP/1.1 100 Continue\r\n\r\n")
         try:
-            return self.wire.take(int(length))
+            self.body = self.wire.take(int(length))
         except EOFError as error:
-            raise Refused(400, f"the body ended before its {int(length)} bytes (Content-Length)") from error
+            raise Refused(400, f"the body ended before its {length} bytes (Content-Length)") from error
         except TimeoutError as error:
-            raise Refused(
-                408, f"the body's {int(length)} bytes (Content-Length) did not come in {CLIENT_S} s"
-            ) from error
+            raise Refused(408, f"the body's {length} bytes (Content-Length) did not come in {CLIENT_S} s") from error
+        self.path, self.framed = self.target.partition("?")[0], version == "HTTP/1.1"
+        self.kind = headers.get(b"content-type", b"application/json").decode("latin-1")
+        self.keep_alive = self.framed and b"close" not in headers.get(b"connection", b"").lower()
 
     def dispatch(self):
-        route, fleet = (self.method, self.path), self.fleet
+        route, fleet = f"{self.method} {self.path}", self.fleet
         if self.method not in ("GET", "POST"):
             raise Refused(405, f"{self.method} is not supported, only GET and POST")
-        if route == ("GET", "/health"):
+        if route == "GET /health":
             self.json(*fleet.health())
-        elif route == ("GET", "/stats"):
+        elif route == "GET /stats":
             self.json(200, fleet.stats())
-        elif route == ("GET", "/metrics"):
+        elif route == "GET /metrics":
             self.answer(200, fleet.metrics().encode(), b"Content-Type: text/plain; version=0.0.4; charset=utf-8\r\n")
-        elif route == ("POST", "/replicas"):
+        elif route == "POST /replicas":
             try:
                 fleet.set_replicas(self.fields(urls=list)["urls"])
             except (ValueError, AttributeError) as error:
                 raise Refused(400, f"'urls' must be a list of http(s) URLs: {error}") from error
             self.json(200, fleet.stats())
-        elif route == ("POST", "/v1/load_lora_adapter"):
+        elif route == "POST /v1/load_lora_adapter":
             order = self.fields(lora_name=str, lora_path=str)
             fleet.load(order["lora_name"], order["lora_path"])
             self.json(200, f"Success: LoRA adapter '{order['lora_name']}' accepted.")
-        elif route == ("POST", "/v1/unload_lora_adapter"):
+        elif route == "POST /v1/unload_lora_adapter":
             name = self.fields(lora_name=str)["lora_name"]
             fleet.unload(name)
             self.json(200, f"Success: LoRA adapter '{name}' retired.")
         elif self.path in ("/pause", "/resume") and not PASS_PAUSE:
             self.json(200, {"status": "not needed: adapters are loaded while requests run"})
-        elif route[0] == "POST" and self.path in COMPLETIONS:
+        elif self.method == "POST" and self.path in COMPLETIONS:
             self.complete()
         elif self.method == "GET" or self.path.startswith("/v1/") or self.path in ("/tokenize", "/detokenize"):
             self.forward()
@@ -847,22 +801,22 @@ class Handler(socketserver.BaseRequestHandler):
 
     def complete(self):
         data = self.fields()
-        self.model, prompt = data.get("model") or "", data.get("prompt") or data.get("messages")
-        if not isinstance(self.model, str) or not isinstance(prompt, (list, str)) or not prompt:
+        model, prompt = data.get("model") or "", data.get("prompt") or data.get("messages")
+        if not isinstance(model, str) or not isinstance(prompt, (list, str)) or not prompt:
             raise Refused(400, "'model' must be a name, and 'prompt' token ids or text, or 'messages' a list")
         tokens = prompt if isinstance(prompt, list) and type(prompt[0]) is int else []
         try:
-            blocks = Router.blocks(hash(self.model), tokens)
+            blocks = Router.blocks(hash(model), tokens)
         except TypeError as error:
             raise Refused(400, f"'prompt' must hold token ids only: {error}") from error
-        policy = self.fleet.enter(self.model)
+        policy = self.fleet.enter(model)
         try:
-            self.forward(policy, blocks, tokens)
+            self.forward(policy, model, tokens, blocks)
         finally:
             if policy:
                 self.fleet.leave(policy)
 
-    def forward(self, policy=None, blocks=(), tokens=()):
+    def forward(self, policy=None, model="", tokens=(), blocks=()):
         """Send the request to one replica, and whenever that one fails to another, until one answers."""
         fleet, deadline, failures = self.fleet, time.monotonic() + HOLD_DEADLINE_S, 0
         while True:
@@ -883,13 +837,13 @@ class Handler(socketserver.BaseRequestHandler):
             finally:
                 fleet.release(flight)
             if answer is not None:
-                # 404: for an adapter it should hold. A 3xx, 401 or 403 is a gateway's, for the token is not the client's
+                # 404: for an adapter it should hold. 3xx, 401, 403: from a gateway, for the token is not the client's
                 sick = status >= 500 or 300 <= status < 400 or status in (401, 403) or policy and status == 404
                 guilty = status >= 500 and failures >= MAX_RESENDS
                 if not sick or guilty or self.path not in COMPLETIONS:
-                    if status == 200 and tokens:
-                        self.learn(blocks, tokens, flight.owner, answer)
-                    return self.relay(replica, status, words, headers, answer)
+                    if tokens and status == 200:
+                        self.learn(model, tokens, blocks, flight.owner, answer)
+                    return self.relay(flight, status, headers, answer)
                 reason = f"{self.path} answers {status} {replica.hide(answer.decode(errors='replace'))[:200]}".strip()
             if failures >= MAX_RESENDS:
                 raise Refused(502, f"{failures + 1} times a replica failed with this request, the last time: {reason}")
@@ -898,41 +852,35 @@ class Handler(socketserver.BaseRequestHandler):
 
     def message(self, replica):
         """The request as the replica gets it: the client's own header fields stay here."""
-        head = f"{self.method} {replica.prefix}{self.target} HTTP/1.1\r\n".encode("latin-1") + replica.head
+        head = f"{self.method} {replica.prefix}{self.target} HTTP/1.1\r\n{replica.head}"
         if self.method == "POST":
-            head += f"Content-Type: {self.kind}\r\nContent-Length: {len(self.body)}\r\n".encode("latin-1")
-        return head + b"\r\n" + self.body
+            head += f"Content-Type: {self.kind}\r\nContent-Length: {len(self.body)}\r\n"
+        return f"{head}\r\n".encode("latin-1") + self.body
 
-    def learn(self, blocks, tokens, owner, answer):
+    def learn(self, model, tokens, blocks, owner, answer):
         """The next turn of this conversation begins with prompt and answer, whose KV blocks `owner` has."""
         start = answer.find(b'"token_ids":[') + len(b'"token_ids":')
-        end = answer.find(b"]", start) + 1
-        try:
-            said = json.loads(answer[start:end])
-            grown = Router.blocks(blocks[-1] if blocks else hash(self.model), tokens[len(blocks) * BLOCK :] + said)
-        except (ValueError, TypeError):
-            return  # none asked for, or compressed: nothing to learn from
-        with self.fleet.changed:
-            self.fleet.router.remember(grown, owner, answer=True)
+        with contextlib.suppress(ValueError, TypeError):  # none asked for, or compressed: nothing to learn from
+            said = json.loads(answer[start : answer.index(b"]", start) + 1])
+            grown = Router.blocks(blocks[-1] if blocks else hash(model), tokens[len(blocks) * BLOCK :] + said)
+            with self.fleet.changed:
+                self.fleet.router.remember(grown, owner, answer=True)
 
-    def relay(self, replica, status, words, headers, answer):
+    def relay(self, flight, status, headers, answer):
         if status >= 400:
-            answer = replica.hide(answer.decode("latin-1")).encode("latin-1")
+            answer = flight.replica.hide(answer.decode("latin-1")).encode("latin-1")
         own = (b"connection", b"keep-alive", b"transfer-encoding", b"content-length", b"date", b"server")
         kept = b"".join(b"%b: %b\r\n" % field for field in headers.items() if field[0] not in own)
-        self.answer(b" ".join(words[1:]), answer, kept + self.tag(replica))
-
-    def tag(self, replica):
-        return b"X-Replica: %d\r\n" % (self.fleet.replicas.index(replica) if replica in self.fleet.replicas else -1)
+        self.answer(status, answer, kept + b"X-Replica: %d\r\n" % flight.index)
 
     def stream(self, flight, headers):
         """Pass server-sent events on as they come. Once begun, an answer can't be begun again elsewhere: if the
         replica fails now, the client's connection is cut, which is what it would have seen without a proxy."""
         framing = b"Transfer-Encoding: chunked\r\n" if self.framed else b"Connection: close\r\n"
-        kind = b"Content-Type: %b\r\n" % headers[b"content-type"]
-        self.send(b"HTTP/1.1 200 OK\r\n" + kind + framing + self.tag(flight.replica) + b"\r\n")
-        parts = flight.wire.body(headers)
-        while True:
+        head = b"HTTP/1.1 200 OK\r\nContent-Type: %b\r\n%bX-Replica: %d\r\n\r\n"
+        self.send(head % (headers[b"content-type"], framing, flight.index))
+        parts, part = flight.wire.body(headers), b"-"
+        while part:
             try:
                 part = next(parts, b"")
             except (OSError, EOFError, ValueError) as error:
@@ -940,8 +888,7 @@ class Handler(socketserver.BaseRequestHandler):
                     self.fleet.eject(flight.replica, flight.owner, f"{self.path} {type(error).__name__}: {error}")
                 raise ClientGone from error
             self.send(b"%x\r\n%b\r\n" % (len(part), part) if self.framed else part)
-            if not part:
-                return flight.replica.pool(flight, headers)
+        flight.replica.pool(flight, headers)
 
     def abort(self, policy):
         """The policy is beyond max_staleness and nobody holds it any more: the rollout can't go on, and its sample
@@ -958,38 +905,28 @@ class Handler(socketserver.BaseRequestHandler):
     def broadcast(self):
         """A request that changes state goes to every replica in service; the worst answer is the answer."""
         with self.fleet.changed:
-            ready = [replica for replica in self.fleet.replicas if replica.state == "ready"]
-        if not ready:
-            raise Refused(503, f"no replica is in service: {self.fleet.reasons()}")
+            ready = self.fleet.ready()
 
         def call(replica):
-            owner = replica.owner
+            owner, headers = replica.owner, {"Content-Type": self.kind}
             try:
-                return replica.control(
-                    self.method, self.target, range(1000), HOLD_DEADLINE_S, {"Content-Type": self.kind}, data=self.body
-                )
+                return replica.control(self.method, self.target, range(1000), HOLD_DEADLINE_S, headers, data=self.body)
             except ReplicaFailed as error:
                 return self.fleet.eject(replica, owner, str(error))
 
-        with concurrent.futures.ThreadPoolExecutor(len(ready)) as pool:
+        with concurrent.futures.ThreadPoolExecutor(len(ready) or 1) as pool:
             answers = [answer for answer in pool.map(call, ready) if answer is not None]
         if not answers:
             raise Refused(503, f"no replica answered: {self.fleet.reasons()}")
         worst = max(answers, key=lambda answer: answer.status_code)
-        text = ready[0].hide(worst.text)
-        self.answer(worst.status_code, text.encode(), b"Content-Type: application/json\r\n")
+        self.answer(worst.status_code, ready[0].hide(worst.text).encode(), b"Content-Type: application/json\r\n")
 
     def json(self, status, data):
         self.answer(status, json.dumps(data).encode(), b"Content-Type: application/json\r\n")
 
-    def error(self, status, message):
-        self.json(status, {"error": {"message": message, "type": http.HTTPStatus(status).phrase, "code": status}})
-
     def answer(self, status, body, fields):
-        """`status` is a number, or a replica's own status and phrase."""
-        line = status if isinstance(status, bytes) else f"{status} {http.HTTPStatus(status).phrase}".encode()
-        end = b"" if self.keep_alive else b"Connection: close\r\n"
-        self.send(b"HTTP/1.1 %b\r\nContent-Length: %d\r\n%b%b\r\n%b" % (line, len(body), fields, end, body))
+        line = f"HTTP/1.1 {status} {http.client.responses.get(status, '')}\r\nContent-Length: {len(body)}\r\n"
+        self.send(b"%b%b%b\r\n%b" % (line.encode(), fields, b"" if self.keep_alive else b"Connection: close\r\n", body))
 
     def send(self, data):
         self.wire.deadline = time.monotonic() + CLIENT_S
