@@ -135,13 +135,10 @@ class ReplicaFailed(Exception):
 
 
 def closed(sock):
-    """Whether the peer of a socket has closed it. Never blocks, takes no data."""
-    try:
-        return not sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True
+    """Whether the peer of a socket has closed it."""
+    poll = select.poll()
+    poll.register(sock, select.POLLRDHUP)
+    return bool(poll.poll(0))
 
 
 class Wire:
@@ -158,16 +155,12 @@ class Wire:
         poll = select.poll()
         poll.register(self.sock, event)
         if self.client:
-            poll.register(self.client, select.POLLIN)
-        while True:
-            ready = poll.poll(max(0.0, self.deadline - time.monotonic()) * 1000)
-            if not ready:
-                raise TimeoutError("nothing came before the deadline")
-            if any(fd == self.sock.fileno() for fd, _ in ready):
-                return
-            if closed(self.client):
-                raise ClientGone
-            poll.unregister(self.client)  # it sends its next request already: not a farewell
+            poll.register(self.client, select.POLLRDHUP)
+        ready = poll.poll(max(0.0, self.deadline - time.monotonic()) * 1000)
+        if not ready:
+            raise TimeoutError("nothing came before the deadline")
+        if self.sock.fileno() not in dict(ready):
+            raise ClientGone
 
     def send(self, data):
         while data:
@@ -347,13 +340,15 @@ class Policy:
         self.users, self.attempts, self.started, self.seconds = 0, 0, time.monotonic(), None
 
 
-def may_pass(status, text):
-    """Whether vLLM 0.27.1's refusal of an adapter may pass: its files are not visible yet, or only some of them are
-    (an object store publishes file by file; six texts, all `add_lora method failed`). The other texts are final."""
-    final = ("max_lora_rank", "expected target modules", "does not yet support", "only supports", "not supported")
-    if status == 500:
-        return "add_lora method failed" in text and not any(words in text for words in final)
-    return status == 404 and "No adapter found" in text
+def verdict(status, text):
+    """What vLLM 0.27.1's refusal of an adapter means. "later": its files are not visible yet, or only some of them are
+    (an object store publishes file by file; six texts). "never": no retry can mend it. "sick": it is the replica."""
+    never = ("max_lora_rank", "expected target modules", "does not yet support", "only supports", "not supported")
+    if status == 500 and "add_lora method failed" in text:
+        return "never" if any(words in text for words in never) else "later"
+    if status == 404 and "No adapter found" in text or status == 400 and "already been loaded" in text:
+        return "later"
+    return "sick" if status >= 500 or status in (401, 403) else "never"
 
 
 class Fleet:
@@ -388,7 +383,8 @@ class Fleet:
 
     # ---- what request threads call
 
-    def enter(self, model):
+    @contextlib.contextmanager
+    def using(self, model):
         """The policy that a new request names, or None: the base model, or a name that nobody loaded."""
         with self.changed:
             policy = self.bound(model)
@@ -396,13 +392,14 @@ class Fleet:
                 raise Refused(404, f"The model `{model}` does not exist.")
             if policy:
                 policy.users += 1
-            return policy
-
-    def leave(self, policy):
-        with self.changed:
-            policy.users -= 1
-            if policy.retired:
-                self.settle()
+        try:
+            yield policy
+        finally:
+            if policy:
+                with self.changed:
+                    policy.users -= 1
+                    if policy.retired:
+                        self.settle()
 
     def route(self, policy, blocks, client, deadline):
         """Choose a replica that holds `policy` and reserve a place there: a Flight. Waits while there is none. Refused
@@ -595,18 +592,14 @@ class Fleet:
                 self.changed.wait(max(0, due - now))
                 return
         if surplus:
-            self.withdraw(replica, surplus[0])
+            replica.unload(surplus[0].name)
+            with self.changed:
+                replica.adapters.pop(surplus[0].name, None)
+                self.settle()
         elif missing and now >= replica.next_offer:
             self.offer(replica, missing[0])
         else:
             self.check(replica)
-
-    def withdraw(self, replica, policy):
-        replica.unload(policy.name)
-        with self.changed:
-            replica.adapters.pop(policy.name, None)
-            replica.offers.pop(policy, None)
-            self.settle()
 
     def offer(self, replica, policy):
         """Ask a replica to load an adapter. What it answers decides: it has it, or is asked again, or the load failed,
@@ -616,29 +609,28 @@ class Fleet:
         order = {"lora_name": policy.name, "lora_path": policy.path}
         answer = replica.control("POST", "/v1/load_lora_adapter", range(1000), json=order)
         status, text = answer.status_code, replica.hide(answer.text)[:500]
-        taken = status == 400 and "already been loaded" in text  # by somebody else, with other weights perhaps
-        again = taken or may_pass(status, text)
-        if status == 200 or taken:
-            replica.names.add(policy.name)
-        if taken:
+        meaning = verdict(status, text)
+        if "already been loaded" in text:  # by somebody else, with other weights perhaps
             replica.unload(policy.name)
         with self.changed:
-            now, ready = time.monotonic(), self.ready()
+            now = time.monotonic()
             offers = replica.offers.setdefault(policy, [0, now])
             offers[0] += 1
             policy.attempts += 1
             replica.next_offer = now + (0 if status == 200 else RETRY_S[min(offers[0], len(RETRY_S)) - 1])
+            if status == 200 or "already been loaded" in text:
+                replica.names.add(policy.name)
             if status == 200:
                 replica.adapters[policy.name] = policy
                 return self.settle()
-            if policy not in self.wanted() or again and now - offers[1] < LOAD_DEADLINE_S:
+            if policy not in self.wanted() or meaning == "later" and now - offers[1] < LOAD_DEADLINE_S:
                 return None
             error = f"{policy.name} on {self.label(replica)}, try {offers[0]}: {status} {text}"
-            if status == 404 and not again:
+            if status == 404 and meaning == "never":
                 error += ": start the replica with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
-            lags = again and any(policy.name in other.adapters for other in ready)  # only this mount does not show it
-            sick = status in (401, 403) or status >= 500 and "add_lora method failed" not in text
-            if policy.state == "loading" and replica in ready and not sick and not lags:
+            elsewhere = any(policy.name in other.adapters for other in self.ready())  # then this mount is to blame
+            final = meaning == "never" or meaning == "later" and not elsewhere
+            if final and policy.state == "loading" and replica.state == "ready":
                 return self.fail(policy, error)
         raise ReplicaFailed(error)
 
@@ -792,11 +784,9 @@ class Handler(socketserver.BaseRequestHandler):
             data = json.loads(self.body)
         except (ValueError, RecursionError) as error:
             raise Refused(400, f"the body is not JSON: {error}") from error
-        if not isinstance(data, dict):
-            raise Refused(400, f"the body must be a JSON object, found {type(data).__name__}")
-        for name, kind in kinds.items():
-            if not data.get(name) or not isinstance(data[name], kind):
-                raise Refused(400, f"{name!r} must be a {kind.__name__}, found {json.dumps(data.get(name))[:80]}")
+        if not isinstance(data, dict) or not all(data.get(key) and isinstance(data[key], kinds[key]) for key in kinds):
+            wanted = "".join(f" with {key!r} (a {kind.__name__})" for key, kind in kinds.items())
+            raise Refused(400, f"the body must be a JSON object{wanted}, found {json.dumps(data)[:200]}")
         return data
 
     def complete(self):
@@ -809,12 +799,8 @@ class Handler(socketserver.BaseRequestHandler):
             blocks = Router.blocks(hash(model), tokens)
         except TypeError as error:
             raise Refused(400, f"'prompt' must hold token ids only: {error}") from error
-        policy = self.fleet.enter(model)
-        try:
+        with self.fleet.using(model) as policy:
             self.forward(policy, model, tokens, blocks)
-        finally:
-            if policy:
-                self.fleet.leave(policy)
 
     def forward(self, policy=None, model="", tokens=(), blocks=()):
         """Send the request to one replica, and whenever that one fails to another, until one answers."""

@@ -2,12 +2,23 @@
 # One vLLM replica: serves the base model and, from the bucket, every policy that the trainer publishes.
 #
 #   ./serve.sh           as a Hugging Face Job on one H200 ($5 an hour); prints the Job's id alone
-#   ./serve.sh docker    on a machine of yours with a GPU and the bucket mounted at $MOUNT; binds 0.0.0.0:$PORT
+#   ./serve.sh docker    on a machine of yours with a GPU and the bucket mounted at $MOUNT
 #   ./serve.sh here      in this container: becomes `vllm serve`
 #
 # It is up after one to three minutes (model download, CUDA graphs); `GET /health` answers 200 then.
-# The flags and endpoints are those of vLLM 0.27.1: keep the pin. VLLM_SERVER_DEV_MODE opens endpoints that change the
-# engine (/pause, /reset_prefix_cache, ...): only a token-checked port (Jobs) or a closed network may reach them.
+# The flags and endpoints are those of vLLM 0.27.1: keep the pin.
+#
+# On machines of your own, mind the port. VLLM_SERVER_DEV_MODE opens endpoints that change the engine (/pause,
+# /reset_prefix_cache, /collective_rpc, ...), and vLLM's own token check guards /v1 alone. So it listens on 127.0.0.1
+# unless told otherwise, and the trainer reaches it in one of two ways:
+#   a closed network   BIND=10.0.0.11 ./serve.sh docker      an address that only your machines can reach
+#                      REPLICA_URLS=http://10.0.0.11:8000,http://10.0.0.12:8000 ./launch.sh trainer
+#   an open one        export VLLM_API_KEY=...; ./serve.sh docker      and in front of it nginx, one HTTPS port open,
+#                      which asks for that key on every path:
+#     location / { if ($http_authorization != "Bearer THE-KEY") { return 401; }
+#                  proxy_pass http://127.0.0.1:8000; proxy_read_timeout 600s; client_max_body_size 64m; }
+#                      export VLLM_API_KEY=...; REPLICA_URLS=https://a,https://b ./launch.sh trainer
+# The proxy sends the key with every request; without one it sends HF_TOKEN, as the exposed port of a Job asks for.
 set -euo pipefail
 
 IMAGE=${IMAGE:-vllm/vllm-openai:v0.27.1}
@@ -19,21 +30,21 @@ SEED=${SEED:-0}                   # another one for each replica: TRL sends none
 BUCKET=${BUCKET:-}                # user/name
 MOUNT=${MOUNT:-/lora}             # the trainer publishes under this path, so every replica needs the same one
 PORT=${PORT:-8000}
+BIND=${BIND:-127.0.0.1}
 RUN=${RUN:-run}
 FLAVOR=${REPLICA_FLAVOR:-h200}
 TIMEOUT=${TIMEOUT:-6h} # a Job's own deadline, should nobody be left to cancel it; the default is 30 minutes
 
 bound=''
-for r in 1 8 16 32 64 128 256 320 512; do # what --max-lora-rank takes; the smallest that is enough
-  if ((r >= LORA_RANK)); then
-    bound=$r
-    break
-  fi
+for rank in 512 320 256 128 64 32 16 8 1; do # what --max-lora-rank takes; the smallest that is enough
+  ((rank < LORA_RANK)) || bound=$rank
 done
 if [[ -z $bound ]]; then
   echo "[serve] LORA_RANK=$LORA_RANK: vLLM takes at most 512" >&2
   exit 2
 fi
+mode=${1:-job}
+[[ $mode != job ]] || BIND=0.0.0.0 # exposed ports, and other Jobs, reach only what listens on every interface
 
 settings=(
   VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 # adapters are loaded while it serves
@@ -41,19 +52,19 @@ settings=(
 )
 command=(
   vllm serve "$MODEL"
-  --host 0.0.0.0 --port "$PORT"              # exposed ports reach only what listens on every interface
-  --dtype bfloat16                           # as the trainer computes
+  --host "$BIND" --port "$PORT"
+  --dtype bfloat16                     # as the trainer computes
   --max-model-len "$CONTEXT"
-  --logprobs-mode processed_logprobs         # the PPO ratio's denominator is vLLM's own logprobs, after temperature
-  --generation-config vllm                   # the model card's sampling defaults must not reach the rollouts
+  --logprobs-mode processed_logprobs   # the PPO ratio's denominator is vLLM's own logprobs, after temperature
+  --generation-config vllm             # the model card's sampling defaults must not reach the rollouts
   --enable-lora
   --max-lora-rank "$bound"
-  --max-loras "$((MAX_STALENESS + 2))"       # the live policies, and the next one before the oldest goes; with one
-                                             # slot less vLLM silently evicts a policy that still has rollouts
+  --max-loras "$((MAX_STALENESS + 2))" # the live policies, and the next one before the oldest goes; with one slot
+                                       # less vLLM silently evicts a policy that still has rollouts
   --seed "$SEED"
 )
 
-case ${1:-job} in
+case $mode in
   job)
     submit=(
       hf jobs run --detach --quiet
@@ -67,9 +78,7 @@ case ${1:-job} in
     else
       submit+=(--expose "$PORT")
     fi
-    for setting in "${settings[@]}"; do
-      submit+=(--env "$setting")
-    done
+    submit+=("${settings[@]/#/--env=}")
     submit+=("$IMAGE" -- "${command[@]}") # the image's entrypoint is not used in a Job: the command is spelled out
     if [[ -n ${DRY_RUN:-} ]]; then
       printf '%q ' "${submit[@]}"
@@ -80,13 +89,12 @@ case ${1:-job} in
     ;;
   docker)
     if ! [[ -d $MOUNT ]]; then
-      echo "[serve] $MOUNT is not a directory: mount the bucket there first (README: S3-compatible buckets)" >&2
+      echo "[serve] $MOUNT is not a directory: mount the bucket there first (README: buckets)" >&2
       exit 2
     fi
     container=(docker run --rm --gpus all --ipc host --network host --volume "$MOUNT:$MOUNT:ro,rslave")
-    for setting in "${settings[@]}"; do
-      container+=(--env "$setting")
-    done
+    container+=("${settings[@]/#/--env=}")
+    [[ -z ${VLLM_API_KEY:-} ]] || container+=(--env VLLM_API_KEY) # by name: the key is in no argument list
     exec "${container[@]}" --entrypoint "${command[0]}" "$IMAGE" "${command[@]:1}"
     ;;
   here) exec env "${settings[@]}" "${command[@]}" ;;

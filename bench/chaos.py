@@ -55,6 +55,51 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
+def start(command: list[str], log: Path, env: dict[str, str], tree: Path = ROOT) -> subprocess.Popen:
+    """A child process in a session of its own, its output in `log`."""
+    with open(log, "w") as output:
+        return subprocess.Popen(
+            command, cwd=tree, env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )  # fmt: skip
+
+
+def end(process: subprocess.Popen, grace: float):
+    """SIGTERM, and SIGKILL to the whole session if that was not enough. Nothing happens to a process that has ended."""
+    process.terminate()
+    try:
+        process.wait(grace)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait(10)
+
+
+@contextlib.contextmanager
+def replica_here(log: Path):
+    """A vLLM replica with nothing in front of it, ready; yields its URL."""
+    here, port = ROOT / ".local", free_port()
+    path = f"{ROOT / 'local'}:{here / 'venv/bin'}:{os.environ['PATH']}"
+    env = os.environ | {"PATH": path, "MODEL": str(here / "tiny/model"), "JOB_PORT": str(port)}
+    server, url, deadline = start(["./serve.sh", "here"], log, env), f"http://127.0.0.1:{port}", time.monotonic() + 300
+    try:
+        while not answers(f"{url}/health"):
+            try:
+                raise RuntimeError(f"vLLM ended (exit {server.wait(0.5)}): see {log}")
+            except subprocess.TimeoutExpired:
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"vLLM is not ready after 300 s: see {log}") from None
+        yield url
+    finally:
+        end(server, grace=30)
+
+
+def answers(url: str) -> bool:
+    try:
+        return requests.get(url, timeout=5).ok
+    except requests.ConnectionError:
+        return False
+
+
 class LocalRun:
     """`./launch.sh --local` as a child process, and its Jobs, logs and bucket as seen from outside.
 
@@ -79,20 +124,11 @@ class LocalRun:
             code = f"local/{self.name}-code"  # the trainer Job's scripts do not lag
             (self.readers / code).symlink_to(self.tree / ".local/buckets" / code)
             self.set_lag(self.lag)
-        with open(self.launch_log, "w") as log:
-            self.process = subprocess.Popen(
-                ["./launch.sh", "--local"], cwd=self.tree, env=self.env, stdin=subprocess.DEVNULL, stdout=log,
-                stderr=subprocess.STDOUT, start_new_session=True,
-            )  # fmt: skip
+        self.process = start(["./launch.sh", "--local"], self.launch_log, self.env, self.tree)
         return self
 
     def __exit__(self, *_):
-        self.process.terminate()
-        try:
-            self.process.wait(120)
-        except subprocess.TimeoutExpired:
-            os.killpg(self.process.pid, signal.SIGKILL)  # the Jobs API too: its watchdog ends the Jobs
-            self.process.wait(10)
+        end(self.process, grace=120)  # by force, the Jobs API too: its watchdog then ends the Jobs
         self.stop_mirror()
         shutil.rmtree(self.readers, ignore_errors=True)
 
@@ -101,16 +137,11 @@ class LocalRun:
         self.lag = seconds
         mirror = [sys.executable, str(ROOT / "local/mirror.py"), str(self.output)]
         mirror += [str(self.readers / "local/lora" / self.name), "--lag", f"{seconds:.2f}"]
-        self.mirror = subprocess.Popen(mirror, stdin=subprocess.DEVNULL)
+        self.mirror = start(mirror, self.launch_log.with_suffix(".mirror"), os.environ.copy())
 
     def stop_mirror(self):
         if self.mirror:
-            self.mirror.terminate()
-            try:
-                self.mirror.wait(10)
-            except subprocess.TimeoutExpired:
-                self.mirror.kill()
-                self.mirror.wait(10)
+            end(self.mirror, grace=10)
 
     def jobs(self, role: str, stage: str | None = None) -> list[dict]:
         """The records of the run's Jobs in a role, oldest first; in any stage if none is given."""

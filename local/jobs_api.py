@@ -18,12 +18,14 @@ everything a Job started when its command ends. Different, because a Job is a pr
   4. SIGTERM reaches all processes of a Job; a container's first process alone would get it.
 SIGUSR1 cuts every connection through the exposed ports, as a network that fails would.
 A token that starts with "readonly" may not create Jobs, and --max-jobs N stands for a credit that N Jobs use up.
-When this process ends, however it ends, its Jobs end: a forked watchdog kills them.
+When this process ends, however it ends, its Jobs end: a forked watchdog kills them. With --with-parent it ends when the
+process that started it does. A Job in a network group is told HF_NETWORK_GROUP_PREFIX; its aliases resolve to nothing.
 """
 
 import argparse
 import asyncio
 import collections
+import ctypes
 import dataclasses
 import email.utils
 import functools
@@ -52,6 +54,7 @@ KEEP_ALIVE_S = 30  # between comments in a silent log stream; the CLI without -f
 REQUEST_DEADLINE_S = 30  # to receive a whole API request, or a request's head at a gateway
 KILL_DEADLINE_S = 30  # for a process to disappear after SIGKILL; only one stuck in the kernel takes longer
 MAX_HEAD, MAX_BODY, MAX_LINE = 64 << 10, 16 << 20, 1 << 20  # bytes
+PR_SET_PDEATHSIG = 1  # prctl(2): the signal that a process gets when its parent ends
 TERMINAL = {"COMPLETED", "CANCELED", "ERROR", "DELETED"}
 FLAVORS = {  # name: (pretty name, vCPU, RAM GB, disk GB, GPUs, $ an hour)
     "cpu-basic": ("CPU Basic", 2, 16, 20, 0, 0.01),
@@ -333,6 +336,8 @@ class Job:
         base = ["PATH", "HOME", "TMPDIR", "LANG", *os.environ.get("JOBS_API_PASS", "").split()]
         self.env = {name: os.environ[name] for name in base if name in os.environ}
         self.env |= {"HF_ENDPOINT": endpoint, **spec.get("environment", {}), **spec.get("secrets", {})}
+        if network := spec.get("network"):
+            self.env["HF_NETWORK_GROUP_PREFIX"] = f"{network['group']}-"  # where an alias begins, whatever it is there
         self.env["JOB_ID"] = self.id  # last: the Job's processes are found by it
         self.ports = list(spec.get("expose", {}).get("ports", []))  # each has a listener at the same index
         self.listeners = [socket.create_server(("127.0.0.1", 0), backlog=1024) for _ in self.ports]
@@ -340,7 +345,7 @@ class Job:
         self.connections: set[asyncio.StreamWriter] = set()  # of the gateways, to their clients
         self.reserved = socket.socket()
         if self.ports and spec["command"][0] == "vllm":
-            # Bound but not listening: nobody else is given the port, and vLLM, which sets SO_REUSEADDR too, can take it.
+            # Bound but not listening: nobody else is given it, and vLLM, which sets SO_REUSEADDR too, can take it.
             self.reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             self.reserved.bind(("127.0.0.1", 0))
             self.ports[0] = self.reserved.getsockname()[1]
@@ -750,8 +755,14 @@ def main() -> None:
     parser.add_argument("--buckets", type=Path, help="directory of the buckets, USER/NAME/... (default: STATE/buckets)")
     parser.add_argument("--reader-buckets", type=Path, help="what read-only volumes show instead (needs root)")
     parser.add_argument("--max-jobs", type=int, help="refuse Jobs beyond so many at a time (default: no limit)")
+    parser.add_argument("--with-parent", action="store_true", help="end when the parent process has ended")
     parser.add_argument("--grace", type=float, default=10, help="seconds from SIGTERM to SIGKILL (default: 10)")
     args = parser.parse_args()
+    if args.with_parent:
+        parent = os.getppid()
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != parent:  # it ended before that was set
+            return
     # A connection through a gateway takes two descriptors, and a common limit is 1024.
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

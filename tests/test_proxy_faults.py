@@ -61,7 +61,7 @@ def test_a_replica_that_died_is_out_and_all_its_requests_are_answered(two):
             assert {text(answer.result(10)) for answer in answers} == {"weights-1"}
         now = stats(url)
         assert (now["retried"], now["ejected"]) == (8, 1)
-        assert "Connection refused" in now["replicas"][0]["reason"]
+        wait_until(lambda: "Connection refused" in stats(url)["replicas"][0]["reason"])
 
 
 def test_a_404_for_an_adapter_it_should_hold_takes_a_replica_out(two):
@@ -527,7 +527,9 @@ def test_rollouts_survive_replicas_that_die_and_return_all_the_time(two):
                 version = newest[0]
                 got = ask(url, ids(64), f"v{version}")
                 done.append(got.status_code)
-                if got.status_code != 200 or got.json()["choices"][0]["text"] != f"weights-{version}":
+                choice = got.json()["choices"][0] if got.status_code == 200 else {}
+                stale = choice.get("finish_reason") == "abort" and version <= newest[0] - 5
+                if choice.get("text") != f"weights-{version}" and not stale:
                     wrong.append((version, got.status_code, got.text))
 
         workers = [threading.Thread(target=rollouts) for _ in range(8)]

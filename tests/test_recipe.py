@@ -5,8 +5,10 @@ import os
 import pathlib
 import re
 import subprocess
+import threading
 
 import pytest
+import requests
 import torch
 from datasets import load_dataset
 from peft import PeftModel
@@ -110,3 +112,20 @@ def test_the_final_adapter_loads_in_peft_and_beats_the_base_model(run):
     torch.manual_seed(0)
     before = accuracy(base)
     assert accuracy(PeftModel.from_pretrained(base, run[1] / "final-adapter")) > before
+
+
+def test_the_dashboard_opens(run):
+    """README's one command: `trackio show --project async-grpo-lora`."""
+    command = [LOCAL / "venv/bin/trackio", "show", "--project", "async-grpo-lora"]
+    environment = os.environ | {"TRACKIO_DIR": str(LOCAL / "trackio"), "BROWSER": "true", "PYTHONUNBUFFERED": "1"}
+    dashboard = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    deadline = threading.Timer(90, dashboard.kill)
+    deadline.start()
+    try:
+        lines = iter(dashboard.stdout.readline, "")
+        url = next(match[1] for line in lines if (match := re.search(r"launched at: (http://[^/\s]+)", line)))
+        assert requests.get(url, timeout=30).status_code == 200
+    finally:
+        deadline.cancel()
+        dashboard.terminate()
+        dashboard.wait(timeout=30)

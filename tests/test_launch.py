@@ -1,0 +1,565 @@
+"""launch.sh and serve.sh: the real `hf` CLI and proxy.py, the Jobs API stand-in, fake vLLM and trainer. Takes 3 minutes.
+
+python -m pytest tests/test_launch.py
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+from test_jobs_api import BIN, TOKEN, StandIn, free_port
+
+ROOT = Path(__file__).resolve().parents[1]
+FAKES = ROOT / "tests/fake_job"
+SCRIPTS = ("launch.sh", "serve.sh", "proxy.py", "train.py", "requirements.txt")
+SYSTEM = "/usr/local/bin:/usr/bin:/bin"
+DEADLINE_S = 90  # for anything a test waits for: `hf` alone takes a second a call on a busy machine
+ENDED = ("COMPLETED", "CANCELED", "ERROR")
+
+
+def until(condition, what: str):
+    """Poll `condition` until it is truthy and return its value; fail after DEADLINE_S."""
+    deadline = time.monotonic() + DEADLINE_S
+    while not (value := condition()):
+        assert time.monotonic() < deadline, f"waited {DEADLINE_S} s for {what}"
+        time.sleep(0.05)
+    return value
+
+
+def copy_of_scripts(folder: Path) -> Path:
+    """The project's scripts in `folder`, with nothing to install."""
+    (folder / "bench").mkdir(parents=True)
+    for name in (*SCRIPTS, "bench/check.sh"):
+        shutil.copy(ROOT / name, folder / name)
+    shutil.copy(ROOT / "bench/check.sh", folder)  # where the Jobs of --check look for it
+    (folder / "requirements.txt").write_text("")
+    return folder
+
+
+class Launch:
+    """A launch.sh that runs, as the leader of a process group; what it says goes to a file."""
+
+    def __init__(self, arguments, env, log: Path, cwd="/"):
+        self.log_path = log
+        with open(log, "w") as out:
+            self.process = subprocess.Popen(
+                arguments, env=env, cwd=cwd, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
+            )
+
+    @property
+    def said(self) -> str:
+        return self.log_path.read_text()
+
+    def says(self, text: str, times: int = 1):
+        """Wait until it has said `text` so many times."""
+        until(lambda: self.said.count(text) >= times or self.process.poll() is not None, f"{text!r} in\n{self.said}")
+        assert self.said.count(text) >= times, f"no {text!r} in\n{self.said}"
+
+    def ends(self, code: int) -> str:
+        """Wait for its end, check its exit code and return what it has said."""
+        try:
+            assert self.process.wait(DEADLINE_S) == code, self.said
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"does not end:\n{self.said}") from None
+        assert TOKEN not in self.said
+        return self.said
+
+    def kill(self):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait(10)
+
+
+class Ground:
+    """A copy of the scripts, a stand-in for the Jobs API whose Jobs find the fakes on their PATH, and launches there."""
+
+    def __init__(self, folder: Path, *options: str):
+        self.folder, self.tree, self.launches = folder, copy_of_scripts(folder / "tree"), []
+        self.api = StandIn(folder / "state", "--grace", "8", *options, path=str(FAKES))
+        buckets = folder / "state/buckets/local"
+        buckets.mkdir(parents=True)
+        (buckets / "code").symlink_to(self.tree)
+        self.bucket = buckets / "lora"
+        self.env = {"PATH": f"{BIN}:{SYSTEM}", "HOME": str(folder), "HF_ENDPOINT": self.api.url, "HF_TOKEN": TOKEN}
+        self.env |= {"BUCKET": "local/lora", "MOUNT": str(folder / "lora"), "CODE_DIR": str(folder / "code")}
+        self.env |= {"CODE_VOLUME": f"hf://buckets/local/code:{folder}/code:ro", "REPLICAS": "1"}
+        self.env |= {"POLL_S": "1", "START_MINUTES": "2", "ATTEMPTS": "1"}
+
+    def launch(self, *arguments: str, run: str, **env: str) -> Launch:
+        env = self.env | {"RUN": run, "PROXY_PORT": str(free_port()), "PORT": str(free_port())} | env
+        log = self.folder / f"{len(self.launches)}.log"
+        self.launches.append(Launch([self.tree / "launch.sh", *arguments], env, log))
+        self.launches[-1].proxy = f"http://127.0.0.1:{env['PROXY_PORT']}"
+        return self.launches[-1]
+
+    def jobs(self, run: str, role: str | None = None) -> list[dict]:
+        """Records of the run's Jobs, oldest first."""
+        label = f"label=run%3D{run}" + (f"&label=role%3D{role}" if role else "")
+        return self.api.get(f"/api/jobs/local?{label}")[::-1]
+
+    def stages(self, run: str) -> list[tuple[str, str]]:
+        return [(job["labels"]["role"], job["status"]["stage"]) for job in self.jobs(run)]
+
+    def all_ended(self, run: str) -> list[tuple[str, str]]:
+        """(role, stage) of the run's Jobs, all of which have to have ended by now, or to be about to."""
+        until(lambda: all(stage in ENDED for _, stage in self.stages(run)), f"the end of {run}: {self.stages(run)}")
+        return self.stages(run)
+
+    def order(self, run: str, code: int):
+        """Tell the run's fake trainer to end with this exit code, now or as soon as it runs."""
+        (self.bucket / run).mkdir(parents=True, exist_ok=True)
+        (self.bucket / run / "part").write_text(str(code))
+        (self.bucket / run / "part").rename(self.bucket / run / "order")
+
+    def close(self):
+        for launch in self.launches:
+            launch.kill()
+        self.api.stop()
+
+
+@contextlib.contextmanager
+def a_ground(folder: Path, *options: str):
+    ground = Ground(folder, *options)
+    try:
+        yield ground
+    finally:
+        ground.close()
+
+
+@pytest.fixture(scope="module")
+def ground(tmp_path_factory):
+    with a_ground(tmp_path_factory.mktemp("ground")) as ground:
+        yield ground
+
+
+def job_processes(job_id: str) -> list[int]:
+    """Those that have the Job's id in their environment."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):
+            if f"JOB_ID={job_id}".encode() in path.read_bytes().split(b"\0"):
+                found.append(int(path.parent.name))
+    return found
+
+
+def bash(*arguments, env: dict, timeout=DEADLINE_S) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        ["bash", *arguments], env=env, cwd="/", capture_output=True, text=True, timeout=timeout, stdin=subprocess.DEVNULL
+    )
+
+
+# ---- What would be submitted
+
+
+def dry_run(tree: Path = ROOT, **env: str) -> tuple[list[list[str]], str]:
+    """The commands that --dry-run prints, in words, and what else it says. It has no network and no `hf`."""
+    done = bash(tree / "launch.sh", "--dry-run", env={"PATH": "/usr/bin:/bin", "RUN": "dry"} | env)
+    assert done.returncode == 0 and done.stderr == "", done.stdout + done.stderr
+    lines = done.stdout.splitlines()
+    commands = [shlex.split(line) for line in lines if not line.startswith("[launch]")]
+    return commands, "\n".join(line for line in lines if line.startswith("[launch]"))
+
+
+def volume(spec: str) -> dict:
+    source, target, *mode = spec.removeprefix("hf://buckets/").split(":")
+    return {"type": "bucket", "source": source, "mountPath": target} | ({"readOnly": True} if mode == ["ro"] else {})
+
+
+def job_of(words: list[str]) -> dict:
+    """What `hf jobs run ...` asks the Jobs API for."""
+    split = words.index("--")
+    parser = argparse.ArgumentParser()
+    for flag in ("--detach", "--quiet"):
+        parser.add_argument(flag, action="store_true", required=True)
+    for flag in ("--flavor", "--timeout", "--attempts", "--network-group", "--network-alias", "--expose", "--secrets"):
+        parser.add_argument(flag)
+    for flag in ("--label", "--volume", "--env"):
+        parser.add_argument(flag, action="append", default=[])
+    parser.add_argument("image")
+    assert words[:3] == ["hf", "jobs", "run"]
+    args = parser.parse_args(words[3:split])
+    pairs = lambda values: dict(value.split("=", 1) for value in values)
+    return {
+        "flavor": args.flavor, "timeoutSeconds": int(args.timeout.removesuffix("h")) * 3600,
+        "retry": int(args.attempts or 1) - 1, "labels": pairs(args.label), "environment": pairs(args.env),
+        "secrets": {args.secrets: "***"} if args.secrets else {}, "volumes": [volume(spec) for spec in args.volume],
+        "expose": [int(args.expose)] if args.expose else [], "dockerImage": args.image, "command": words[split + 1 :],
+        "network": {"group": args.network_group, "aliases": [args.network_alias]} if args.network_group else None,
+    }  # fmt: skip
+
+
+def planned(commands: list[list[str]]) -> tuple[list[dict], dict]:
+    """(replicas, trainer) among the commands."""
+    jobs = [job_of(words) for words in commands if words[:3] == ["hf", "jobs", "run"]]
+    roles = [job["labels"]["role"] for job in jobs]
+    assert roles == ["replica"] * (len(jobs) - 1) + ["trainer"]
+    return jobs[:-1], jobs[-1]
+
+
+def flag(job: dict, name: str) -> str:
+    return job["command"][job["command"].index(name) + 1]
+
+
+def test_the_default_run():
+    commands, said = dry_run(BUCKET="me/lora")
+    assert said == "[launch] dry: 3 replicas on h200 + trainer on h200x2, 500 steps: $25 an hour"
+    assert commands[0] == ["hf", "buckets", "create", "me/lora", "--private", "--exist-ok", "--quiet"]
+    staged = ["train.py", "proxy.py", "serve.sh", "launch.sh", "requirements.txt"]
+    assert commands[1:3] == [["mkdir", "-p", ".local/code-dry"], ["cp", *staged, ".local/code-dry"]]
+    replicas, trainer = planned(commands)
+    serve = (
+        "vllm serve Qwen/Qwen2.5-Math-1.5B --host 0.0.0.0 --port 8000 --dtype bfloat16 --max-model-len 4096 "
+        "--logprobs-mode processed_logprobs --generation-config vllm --enable-lora --max-lora-rank 1 --max-loras 6"
+    )
+    for slot, replica in enumerate(replicas, 1):
+        assert replica["command"] == [*serve.split(), "--seed", str(slot)]
+        assert replica["environment"] == {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_SERVER_DEV_MODE": "1"}
+        assert replica["labels"] == {"run": "dry", "role": "replica", "slot": str(slot)}
+        assert replica["volumes"] == [volume("me/lora:/lora:ro")] and replica["expose"] == [8000]
+        assert replica["flavor"] == "h200" and replica["secrets"] == {} and replica["retry"] == 0
+    assert trainer["command"] == ["bash", "/code/launch.sh", "trainer"] and trainer["secrets"] == {"HF_TOKEN": "***"}
+    assert trainer["volumes"] == [volume("me/lora:/lora"), volume("./.local/code-dry:/code:ro")]
+    assert trainer["flavor"] == "h200x2" and trainer["retry"] == 2 and trainer["expose"] == []
+    assert {job["dockerImage"] for job in (*replicas, trainer)} == {"vllm/vllm-openai:v0.27.1"}
+    assert {job["timeoutSeconds"] for job in (*replicas, trainer)} == {6 * 3600}
+    assert not (ROOT / ".local/code-dry").exists()  # nothing was done
+
+
+@pytest.mark.parametrize(
+    ("change", "serving", "training", "replicas"),
+    [
+        ({"MODEL": "org/other"}, {"serve": "org/other"}, {"MODEL": "org/other"}, 3),
+        ({"DATASET": "org/sums"}, {}, {"DATASET": "org/sums"}, 3),
+        ({"EVAL_DATASET": ""}, {}, {"EVAL_DATASET": ""}, 3),
+        ({"LORA_RANK": "16"}, {"--max-lora-rank": "16"}, {"LORA_RANK": "16"}, 3),
+        ({"LORA_RANK": "20"}, {"--max-lora-rank": "32"}, {"LORA_RANK": "20"}, 3),
+        ({"LORA_RANK": "512"}, {"--max-lora-rank": "512"}, {"LORA_RANK": "512"}, 3),
+        ({"MAX_STALENESS": "8"}, {"--max-loras": "10"}, {"MAX_STALENESS": "8"}, 3),
+        ({"MAX_STALENESS": "0"}, {"--max-loras": "2"}, {"MAX_STALENESS": "0"}, 3),
+        ({"REPLICAS": "6"}, {}, {"REPLICAS": "6"}, 6),
+        ({"REPLICAS": "1", "TRAINER_FLAVOR": "h200"}, {}, {"REPLICAS": "1"}, 1),
+        ({"CONTEXT": "8192"}, {"--max-model-len": "8192"}, {"CONTEXT": "8192"}, 3),
+        ({"MAX_STEPS": "7"}, {}, {"MAX_STEPS": "7"}, 3),
+        ({"MOUNT": "/mnt/lora"}, {}, {"MOUNT": "/mnt/lora"}, 3),
+    ],
+)  # fmt: skip
+def test_change_one_thing(change, serving, training, replicas):
+    """Each Job gets the changed constant, and nothing else changes."""
+    _, before = planned(dry_run(BUCKET="me/lora")[0])
+    jobs, trainer = planned(dry_run(BUCKET="me/lora", **change)[0])
+    assert len(jobs) == replicas
+    assert [flag(job, "--seed") for job in jobs] == [job["labels"]["slot"] for job in jobs]
+    assert len({flag(job, "--seed") for job in jobs}) == replicas
+    for name, value in serving.items():
+        assert {flag(job, name) for job in jobs} == {value}
+    assert trainer["environment"] == before["environment"] | training
+    assert all(job["volumes"][0]["mountPath"] == trainer["volumes"][0]["mountPath"] for job in jobs)
+    if "TRAINER_FLAVOR" in change:
+        assert trainer["flavor"] == "h200" and "$10 an hour" in dry_run(BUCKET="me/lora", **change)[1]
+
+
+def test_network_group_in_a_dry_run():
+    jobs, trainer = planned(dry_run(BUCKET="me/lora", NETWORK_GROUP="1")[0])
+    assert [job["network"] for job in jobs] == [{"group": "dry", "aliases": [f"replica-{n}"]} for n in (1, 2, 3)]
+    assert trainer["network"] == {"group": "dry", "aliases": ["trainer"]}
+    assert all(job["expose"] == [] for job in (*jobs, trainer)) and trainer["environment"]["NETWORK_GROUP"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("env", "message"),
+    [
+        ({"CONTEXT": "3000"}, "MAX_COMPLETION=3000 in train.py leaves no room for a prompt: CONTEXT=3000"),
+        ({"CONTEXT": "20000"}, "TOKEN_BUDGET=16384 in train.py is below CONTEXT=20000"),
+        ({"LORA_RANK": "513"}, "LORA_RANK=513: vLLM takes at most 512"),
+        ({"LORA_RANK": "0"}, "LORA_RANK=0: a whole number above 0"),
+        ({"MAX_STALENESS": "-1"}, "MAX_STALENESS=-1: a whole number"),
+        ({"REPLICAS": "none"}, "REPLICAS=none: a whole number above 0"),
+        ({"RUN": "my run"}, "RUN=my run: a Job's label takes"),
+        ({"RUN": "Run_1", "NETWORK_GROUP": "1"}, "RUN=Run_1 names the network group, too"),
+    ],
+)
+def test_inconsistent_constants(env, message):
+    done = bash(ROOT / "launch.sh", "--dry-run", env={"PATH": "/usr/bin:/bin", "RUN": "dry"} | env)
+    assert done.returncode == 1 and message in done.stderr and "hf" not in done.stdout
+
+
+def test_longer_context_with_longer_rows(tmp_path):
+    tree = copy_of_scripts(tmp_path / "tree")
+    source = (tree / "train.py").read_text()
+    for old, new in (("MAX_COMPLETION = 3000", "MAX_COMPLETION = 20000"), ("TOKEN_BUDGET = 16384", "TOKEN_BUDGET = 32768")):
+        assert old in source
+        source = source.replace(old, new)
+    (tree / "train.py").write_text(source)
+    jobs, trainer = planned(dry_run(tree, CONTEXT="24576")[0])
+    assert flag(jobs[0], "--max-model-len") == trainer["environment"]["CONTEXT"] == "24576"
+    (tree / "proxy.py").unlink()
+    done = bash(tree / "launch.sh", "--dry-run", env={"PATH": "/usr/bin:/bin"})
+    assert done.returncode == 1 and "proxy.py is not beside launch.sh" in done.stderr
+
+
+def test_usage():
+    done = bash(ROOT / "launch.sh", "--halp", env={"PATH": "/usr/bin:/bin"})
+    assert done.returncode == 2 and "./launch.sh --local" in done.stderr and done.stdout == ""
+    done = bash(ROOT / "launch.sh", "--stop", env={"PATH": "/usr/bin:/bin"})
+    assert done.returncode == 1 and "which run? RUN=... ./launch.sh --stop" in done.stderr
+
+
+# ---- A run
+
+
+def test_a_run_is_what_the_dry_run_printed(ground):
+    """Submitted as printed, followed to its end, nothing left; the token is in no argument list and no output."""
+    env = {"REPLICAS": "2", "MAX_STEPS": "9", "MAX_STALENESS": "3", "LORA_RANK": "4", "EVAL_DATASET": ""}
+    env |= {"ATTEMPTS": "2", "PORT": "8000", "PROXY_PORT": str(free_port())}
+    exposed, ended = [], threading.Event()
+
+    def look_for_token():
+        while not ended.wait(0.02):
+            for path in Path("/proc").glob("[0-9]*/cmdline"):
+                with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                    if TOKEN.encode() in (words := path.read_bytes()):
+                        exposed.append(words)
+
+    watch = threading.Thread(target=look_for_token)
+    watch.start()
+    try:
+        ground.order("happy", 0)
+        said = ground.launch(run="happy", **env).ends(0)
+    finally:
+        ended.set()
+        watch.join()
+    assert exposed == []
+
+    commands, _ = dry_run(ground.tree, **(ground.env | env | {"RUN": "happy", "PATH": "/usr/bin:/bin"}))
+    replicas, trainer = planned(commands)
+    assert commands[0][:3] == ["hf", "buckets", "create"] and ground.bucket.is_dir()
+    for wanted, job in zip((*replicas, trainer), ground.jobs("happy"), strict=True):
+        job["labels"].pop("name")  # `hf` makes one up
+        job["expose"] = job.get("expose", {}).get("ports", [])
+        assert {name: job.get(name) for name in wanted} == wanted
+
+    for text in ("happy: 2 replicas on h200 + trainer on h200x2, 9 steps: $20 an hour", "replica 2: Job", "trainer: Job"):
+        assert f"[launch] {text}" in said
+    assert "replicas RUNNING RUNNING" in said  # while they start
+    assert "attempt 1 of 2" in said and "[proxy] replica 1 (" in said and "torchrun --nproc-per-node gpu train.py" in said
+    seen = json.loads(said.split("trainer's environment: ")[1].splitlines()[0])
+    wanted = {"MAX_STEPS": "9", "MAX_STALENESS": "3", "LORA_RANK": "4", "EVAL_DATASET": "", "RUN": "happy"}
+    assert seen == seen | wanted and seen["MOUNT"] == ground.env["MOUNT"]
+    assert "[launch] completed: scoreboard, checkpoints and adapter are in hf://buckets/local/lora/happy" in said
+    assert ground.stages("happy") == [("replica", "CANCELED")] * 2 + [("trainer", "COMPLETED")]
+    for job in ground.jobs("happy"):
+        assert TOKEN not in "\n".join(ground.api.log(job["id"]))
+
+
+def test_a_run_outlives_its_terminal_its_trainer_and_its_replicas(ground):
+    launch = ground.launch(run="life", REPLICAS="2", ATTEMPTS="3")
+    launch.says("training on")
+    os.kill(launch.process.pid, signal.SIGHUP)  # the terminal is closed
+    assert "cancelled" not in launch.ends(129)
+    *before, trainer = ground.jobs("life")
+    assert [job["status"]["stage"] for job in (*before, trainer)] == ["RUNNING"] * 3
+
+    for pid in job_processes(trainer["id"]):  # the trainer is preempted: SIGKILL to all
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    said = lambda text, times: until(lambda: sum(text in line for line in ground.api.log(trainer["id"])) >= times, text)
+    said("attempt 2 of 3", 1)
+    said("training on", 2)
+    ground.order("life", 3)  # the trainer crashes
+    said("train.py failed (exit 3): its error is above, its checkpoints in", 1)
+    said("attempt 3 of 3", 1)
+    said("training on", 3)
+    assert [job["id"] for job in ground.jobs("life")] == [job["id"] for job in (*before, trainer)]  # the same replicas
+
+    attached = Launch([ground.tree / "launch.sh", "--attach"], {**ground.env, "RUN": "life"}, ground.folder / "attached")
+    ground.launches.append(attached)
+    attached.says("attempt 3 of 3")
+    ground.api.cancel(before[0]["id"])  # a replica ends early
+    attached.says(f"replica 1 ended early (hf jobs logs {before[0]['id']}): another one takes its place")
+    attached.says("[launch] replica 1: Job")
+    [another] = [job for job in ground.jobs("life", "replica") if job["status"]["stage"] in ("RUNNING", "SCHEDULING")][1:]
+    assert another["labels"]["slot"] == "1" and flag(another, "--seed") == "1"
+    urls = {url for job in (before[1], another) for url in job["status"]["exposeUrls"]}
+
+    def in_service():
+        with urllib.request.urlopen(f"{launch.proxy}/stats", timeout=10) as answer:
+            return {replica["url"] for replica in json.load(answer)["replicas"] if replica["state"] == "ready"}
+
+    until(lambda: in_service() == urls, "the proxy to have the new replica in service, and no longer the old one")
+    ground.order("life", 0)
+    attached.ends(0)
+    assert sorted(ground.all_ended("life")) == [("replica", "CANCELED")] * 3 + [("trainer", "COMPLETED")]
+
+
+def test_stop_after_the_launcher_was_killed(ground, tmp_path):
+    launch = ground.launch(run="killed")
+    launch.says("[launch] trainer: Job")
+    launch.kill()  # no trap runs
+    again = ground.launch(run="killed").ends(1)
+    assert "run killed is going already" in again and "Job " not in again
+    elsewhere = copy_of_scripts(tmp_path / "elsewhere")
+    env = {name: ground.env[name] for name in ("PATH", "HOME", "HF_ENDPOINT", "HF_TOKEN")}
+    stopped = bash(elsewhere / "launch.sh", "--stop", env=env | {"RUN": "killed"})
+    assert stopped.returncode == 0 and stopped.stdout.count("cancelled Job") >= 1, stopped.stdout + stopped.stderr
+    assert ground.stages("killed") == [("replica", "CANCELED"), ("trainer", "CANCELED")]
+
+
+def test_detached_and_then_cancelled_by_hand(ground):
+    """No launcher is there: the trainer Job itself sees to the replicas."""
+    said = ground.launch("--detach", run="alone").ends(0)
+    assert "left running: RUN=alone ./launch.sh --attach" in said and "trainer RUNNING" in said
+    _, trainer = ground.jobs("alone")
+    ground.api.cancel(trainer["id"])
+    assert ground.all_ended("alone") == [("replica", "CANCELED"), ("trainer", "CANCELED")]
+    attached = bash(ground.tree / "launch.sh", "--attach", env=ground.env | {"RUN": "alone"})
+    assert attached.returncode == 1 and f"Job {trainer['id']} has ended: CANCELED" in attached.stderr
+
+
+@pytest.mark.parametrize(("signum", "to_all", "code"), [(signal.SIGINT, True, 130), (signal.SIGTERM, False, 143)])
+def test_interrupted_while_jobs_are_created(ground, signum, to_all, code):
+    """Ctrl-C reaches `hf` as well; SIGTERM the launcher alone. Either comes while the second replica is being created."""
+    run = f"signal-{signum}"
+    launch = ground.launch(run=run, REPLICAS="2")
+    launch.says("[launch] replica 1: Job")
+    (os.killpg if to_all else os.kill)(launch.process.pid, signum)
+    assert "trainer: Job" not in launch.ends(code)
+    stages = ground.stages(run)
+    assert stages and set(stages) == {("replica", "CANCELED")}
+
+
+def test_interrupted_while_the_trainer_runs(ground):
+    launch = ground.launch(run="ctrl-c")
+    launch.says("training on")
+    os.killpg(launch.process.pid, signal.SIGINT)
+    assert "cancelled Job" in launch.ends(130)
+    assert ground.stages("ctrl-c") == [("replica", "CANCELED"), ("trainer", "CANCELED")]
+
+
+def test_a_job_is_refused_midway(tmp_path):
+    with a_ground(tmp_path, "--max-jobs", "1") as ground:
+        said = ground.launch(run="poor").ends(1)
+        assert "402 Payment Required" in said and "[launch] cancelled Job" in said and "trainer: Job" not in said
+        assert ground.stages("poor") == [("replica", "CANCELED")]
+
+
+def test_a_replica_dies_at_its_start(ground):
+    said = ground.launch(run="broken", MODEL="broken").ends(1)
+    [replica] = ground.jobs("broken", "replica")
+    assert "[replica 1] ValueError: broken is no model that I know" in said
+    assert f"replica 1 ended before the run began; above is the end of its log: hf jobs logs {replica['id']}" in said
+    assert all(stage in ENDED for _, stage in ground.stages("broken"))
+
+
+def test_the_proxy_dies(ground):
+    launch = ground.launch(run="no-proxy")
+    launch.says("training on")
+    _, trainer = ground.jobs("no-proxy")
+    for pid in job_processes(trainer["id"]):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            if b"proxy.py" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
+                os.kill(pid, signal.SIGKILL)
+    said = launch.ends(1)
+    assert "[launch] proxy.py ended while train.py went on (exit 137)" in said
+    assert f"Job {trainer['id']} has ended: ERROR. Its log: hf jobs logs {trainer['id']}" in said
+    assert ground.stages("no-proxy") == [("replica", "CANCELED"), ("trainer", "ERROR")]
+
+
+def test_network_group(ground):
+    """The aliases resolve to nothing here: what counts is that they are what the proxy is given."""
+    launch = ground.launch(run="group", NETWORK_GROUP="1", REPLICAS="2", PORT="8123")
+    launch.says("http://group-replica-1:8123,") if False else launch.says("in front of 2 replicas: ")
+    assert "in front of 2 replicas: http://group-replica-1:8123, http://group-replica-2:8123" in launch.said
+    *replicas, trainer = ground.jobs("group")
+    assert [job["network"] for job in replicas] == [{"group": "group", "aliases": [f"replica-{n}"]} for n in (1, 2)]
+    assert trainer["network"] == {"group": "group", "aliases": ["trainer"]}
+    assert not any("expose" in job for job in (*replicas, trainer))
+    launch.process.terminate()
+    launch.ends(143)
+    assert set(ground.stages("group")) == {("replica", "CANCELED"), ("trainer", "CANCELED")}
+
+
+def test_check(ground):
+    said = ground.launch("--check", run="ground").ends(0)
+    assert "the exposed port answers 200 with the token and 401 without" in said
+    for number in range(1, 6):
+        assert f"[check] directory {number} was whole on the other mount after 0." in said
+    assert "$15 an hour" in said
+    jobs = ground.jobs("check-ground")
+    assert [(job["labels"]["role"], job["flavor"]) for job in jobs] == [("probe", "cpu-basic")] * 2
+    assert [job["expose"]["ports"] if "expose" in job else [] for job in jobs] == [[int(jobs[0]["environment"]["PORT"])], []]
+    assert [job["volumes"][1].get("readOnly", False) for job in jobs] == [True, False]
+    assert all(stage in ENDED for _, stage in ground.stages("check-ground"))
+
+
+@pytest.mark.parametrize(
+    ("env", "message"),
+    [
+        ({"PATH": "/nowhere:/usr/bin:/bin"}, "the hf command is not there: pip install -U huggingface_hub"),
+        ({"PATH": "OLD"}, "hf 1.30.1 is too old, 2.4 or newer is needed"),
+        ({"HF_TOKEN": ""}, "not logged in: hf auth login, or set HF_TOKEN"),
+        ({"HF_TOKEN": "readonly-0123"}, "this token can only read"),
+        ({"HF_ENDPOINT": "http://127.0.0.1:9"}, "Hugging Face does not know this token, or cannot be reached"),
+        ({"BUCKET": ""}, "set BUCKET=user/name"),
+        ({"BUCKET": "lora"}, "set BUCKET=user/name"),
+        ({"BUCKET": "someone/else"}, "the bucket someone/else is not there and cannot be made"),
+    ],
+)
+def test_preflight(ground, tmp_path, env, message):
+    if env.get("PATH") == "OLD":
+        (tmp_path / "hf").write_text("#!/bin/sh\necho 1.30.1\n")
+        (tmp_path / "hf").chmod(0o755)
+        env = {"PATH": f"{tmp_path}:{SYSTEM}"}
+    said = ground.launch(run="early", **env).ends(1)
+    assert f"[launch] {message}" in said and "cancelled" not in said
+    assert ground.jobs("early") == []
+
+
+# ---- Without Hugging Face
+
+
+@pytest.fixture
+def machines(tmp_path):
+    """A plain machine with the scripts, the bucket mounted and no `hf`, and two replicas on others that ask for a key."""
+    tree, mount, tools = copy_of_scripts(tmp_path / "tree"), tmp_path / "lora", tmp_path / "bin"
+    mount.mkdir()
+    tools.mkdir()
+    (tools / "python3").symlink_to(sys.executable)
+    (tools / "torchrun").symlink_to(FAKES / "torchrun")
+    (tools / "train.py").symlink_to(FAKES / "train.py")
+    ports = [free_port(), free_port()]
+    env = {"PATH": f"{tools}:/usr/bin:/bin", "HOME": str(tmp_path), "MOUNT": str(mount), "RUN": "own", "POLL_S": "1"}
+    env |= {"PROXY_PORT": str(free_port()), "REPLICA_URLS": ",".join(f"http://127.0.0.1:{port}" for port in ports)}
+    serve = [[FAKES / "vllm", "serve", "Qwen/Qwen2.5-Math-1.5B", "--port", str(port), "--max-loras", "6"] for port in ports]
+    replicas = [
+        Launch([sys.executable, *words], {"PATH": SYSTEM, "FAKE_KEY": "key-of-ours"}, tmp_path / f"replica-{words[4]}")
+        for words in serve
+    ]
+    launches = list(replicas)
+    start = lambda **more: launches.append(
+        Launch([tree / "launch.sh", "trainer"], env | more, tmp_path / f"trainer-{len(launches)}")
+    )
+    yield tree, mount, lambda **more: start(**more) or launches[-1]
+    for launch in launches:
+        launch.kill()
+
+
+def test_replicas_of_ones_own(machines):
+    _, mount, trainer = machines
+    (mount / "own").mkdir()
+    (mount / "own/order").write_text("0")
+    said = trainer(VLLM_API_KEY="key-of-ours", HF_TOKEN=TOKEN).ends(0)  # each replica refuses what lacks its key
+    assert "the replicas are ready" in said and said.count("in service, holds no adapter") == 2 and "hf" not in said
+    assert "key-of-ours" not in said
+    with contextlib.closing(urllib.request.socket.socket()) as probe:
+        assert probe.connect_ex(("127.0.0.1", 80)) != 0  # placeholder
