@@ -325,7 +325,8 @@ await_trainer() { # a progress line while the Jobs start
 follow() { # the log of Job $1 until it has ended; returns if it completed
   local stage tail=() lost=0
   while ((lost < 30)); do
-    attend hf jobs logs --follow "${tail[@]}" "$1" 2>/dev/null || true # its exit code says nothing of the Job
+    hf jobs logs --follow "${tail[@]}" "$1" 2>/dev/null &
+    wait $! || true # it exits with 0 whatever the Job did
     stage=$(look "$1") || stage=UNKNOWN
     case ${stage%% *} in
       COMPLETED) return 0 ;;

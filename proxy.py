@@ -25,6 +25,7 @@ import signal
 import socket
 import socketserver
 import ssl
+import struct
 import sys
 import threading
 import time
@@ -103,9 +104,9 @@ class Router:
         self.turn += 1
         return idle[self.turn % len(idle)], "spilled" if holders else "unmatched"
 
-    def remember(self, blocks, owner, answer=False):
-        """`owner` now holds `blocks`. Those of an answer are nobody's successors, for eight answers to one prompt must
-        not make the prompt look common; a next turn that continues them is a prompt like any other."""
+    def remember(self, blocks, owner):
+        """`owner` now holds `blocks`, which follow each other. An answer's are given without its prompt's, whose
+        successors they must not become: eight answers to one prompt would make the prompt look common."""
         successor = None
         for block in reversed(blocks):  # the first one last: the tail of a chain is the first to be forgotten
             owners, known = self.table.get(block, (0, None))
@@ -113,7 +114,7 @@ class Router:
                 known = successor if known is None else MANY
             self.table[block] = (owners | 1 << owner, known)
             self.table.move_to_end(block)
-            successor = None if answer else block
+            successor = block
         while len(self.table) > self.capacity:
             self.table.popitem(last=False)
 
@@ -170,7 +171,7 @@ class Wire:
                 self.wait(select.POLLOUT)
 
     def receive(self):
-        while True:
+        while time.monotonic() < self.deadline:
             try:
                 data = self.sock.recv(1 << 16)
             except (BlockingIOError, ssl.SSLWantReadError):
@@ -179,6 +180,7 @@ class Wire:
             if not data:
                 raise EOFError("the connection was closed early")
             return data
+        raise TimeoutError("it did not end before the deadline")
 
     def until(self, end):
         """The bytes before the next `end`, which is taken too. ValueError if there are more than 64 KiB."""
@@ -701,6 +703,12 @@ class Handler(socketserver.BaseRequestHandler):
 
     def handle(self):
         self.wire, self.fleet, self.keep_alive = Wire(self.request), self.server.fleet, True
+        # The kernel ends this socket's waits: a poll before each recv would be a system call, and a turn of the
+        # interpreter's lock among hundreds of threads, more
+        limit = struct.pack("ll", int(CLIENT_S), int(CLIENT_S % 1 * 1e6))
+        self.request.setblocking(True)
+        self.request.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+        self.request.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
         with contextlib.suppress(ClientGone, OSError, EOFError):  # nobody is left to answer
             while self.keep_alive:
                 self.wire.deadline = time.monotonic() + 24 * 3600  # idle
@@ -714,6 +722,7 @@ class Handler(socketserver.BaseRequestHandler):
                     self.json(error.status, {"error": {"message": str(error), "type": kind, "code": error.status}})
             # What the client still sends is read, for closing on unread data would reset the connection, answer and all
             self.request.shutdown(socket.SHUT_WR)
+            self.request.setblocking(False)
             self.wire.deadline = time.monotonic() + 2
             while self.wire.receive():
                 continue
@@ -848,9 +857,9 @@ class Handler(socketserver.BaseRequestHandler):
         start = answer.find(b'"token_ids":[') + len(b'"token_ids":')
         with contextlib.suppress(ValueError, TypeError):  # none asked for, or compressed: nothing to learn from
             said = json.loads(answer[start : answer.index(b"]", start) + 1])
-            grown = Router.blocks(blocks[-1] if blocks else hash(model), tokens[len(blocks) * BLOCK :] + said)
+            new = Router.blocks(blocks[-1] if blocks else hash(model), tokens[len(blocks) * BLOCK :] + said)
             with self.fleet.changed:
-                self.fleet.router.remember(grown, owner, answer=True)
+                self.fleet.router.remember(new, owner)
 
     def relay(self, flight, status, headers, answer):
         if status >= 400:

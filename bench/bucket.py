@@ -1,16 +1,16 @@
 """S3-compatible buckets, mounted: which mount, with which flags, carries the recipe?
 
-    python bench/bucket.py                      # the table of mounts, about 6 minutes
-    python bench/bucket.py --refused            # what TRL's save does when the bucket takes no writes, about 10 minutes
-    python bench/bucket.py --hold W R --tool s3fs   # mounts one bucket twice, W to write and R to read, until EOF or SIGTERM
+    python bench/bucket.py                         # the table of mounts, about 7 minutes
+    python bench/bucket.py --refused               # what a save does when the bucket takes no writes, about 10 minutes
+    python bench/bucket.py --hold W R --tool s3fs  # one bucket, to write at W and to read at R, until EOF or SIGTERM
 
 Needs Linux with /dev/fuse, `apt-get install rclone s3fs fuse3`, `pip install 'moto[server]==5.2.5'` and the trainer's
 packages; no account, no network, no GPU. The mounts are the real programs; the bucket is moto's S3 server, which holds
 it in memory and is made to take --latency-ms for each request, because most of what goes wrong is a race against it.
 
 Per row: TRL's own save_lora_adapter saves a rank-1 adapter --saves times through a writer mount, old ones are removed
-with rmtree as TRL does; a torch.distributed checkpoint is saved and a JSON file replaced (os.replace). A reader mount is
-asked for each file from before the save on, as a replica that is told too early would. Then a third, fresh mount loads
+with rmtree as TRL does; a torch.distributed checkpoint is saved and a JSON file replaced (os.replace). A reader mount
+is asked for each file from before the save on, as by a replica that is told too early. Then a third, fresh mount loads
 all of it; and a last adapter is saved and the writer unmounted at once. You should see the two rows "robust" work.
 """
 
@@ -35,6 +35,7 @@ MOTO = "moto[server]==5.2.5"
 MOUNT_DEADLINE_S, END_DEADLINE_S = 20, 10  # for a mount to appear, and for a process to end
 VISIBLE_DEADLINE_S = 20  # "not seen": four times what the slowest working mount needs
 LOOK_S = 0.05  # between two looks at the reader; the proxy offers an adapter every 0.5 s
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 KEPT = 6  # adapters that stay on the bucket, as with TRL's max_staleness=4
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
@@ -54,7 +55,9 @@ class Setting:
 # call, s3fs timeout x (retries + 1); their own defaults make that 110 and 12 minutes.
 RCLONE_GIVE_UP = ("--contimeout=10s", "--timeout=15s", "--low-level-retries=2")
 S3FS_GIVE_UP = ("-oconnect_timeout=10", "-oreadwrite_timeout=10", "-oretries=2")
-CACHED = "--vfs-cache-mode=writes"  # safetensors 0.8 truncates the file it writes; without a cache rclone refuses that
+# safetensors 0.8 truncates the file it writes, which takes a cache. Until a renamed directory is uploaded, rclone 1.60
+# answers a read of it on the writer with EIO in this mode, and with an empty file in mode "full": not that one.
+CACHED = "--vfs-cache-mode=writes"
 ROBUST = {
     "rclone": Setting(
         "rclone",
@@ -71,7 +74,7 @@ ROBUST = {
         # One writer: what it has not made is not there. Fewer questions halve the time of a save.
         ("-onotsup_compat_dir", "-oenable_noobj_cache", *S3FS_GIVE_UP),
         ("-oro", "-ostat_cache_expire=1", *S3FS_GIVE_UP),  # from 1.91 on also -odisable_noobj_cache
-        "each close uploads, a rename copies file by file; the reader remembers for 1 s what is there, never what is not",
+        "a close uploads, a rename copies file by file; the reader remembers for 1 s what is there, never what is not",
     ),
 }
 SETTINGS = (
@@ -87,9 +90,10 @@ SETTINGS = (
     ROBUST["s3fs"],
 )  # fmt: skip
 NOT_MEASURED = (
-    "| hf-mount | its own | yes: not measured here | - | - | - | - | - | FACTS: on the Hub 2.5 s after a close, listed "
-    "again after 10 s |",
-    "| mountpoint-s3 | any | no: not measured here | - | - | - | - | - | it cannot rename directories: TRL's save fails |",
+    "| hf-mount | as the Job sets it | yes; not measured here | - | - | - | - | - | "
+    "a file is on the Hub about 2.5 s after its close, a directory is listed again after 10 s |",
+    "| mountpoint-s3 | any | no; not measured here | - | - | - | - | - | "
+    "it cannot rename directories: TRL's save fails |",
 )
 
 
@@ -186,13 +190,15 @@ def mount(tool: str, bucket: Bucket, path: str | Path, role: str, flags: tuple[s
     path = Path(path)
     flags = getattr(ROBUST[tool], role) if flags is None else flags
     path.mkdir(parents=True, exist_ok=True)
+    if path.is_mount():
+        raise RuntimeError(f"{path}: expected an empty directory, found a mount; fusermount3 -u {path} takes it away")
     # Not the user's AWS_*: they belong to another bucket, and AWS_CA_BUNDLE stops rclone 1.60. Keys are not arguments.
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("AWS_", "RCLONE_"))}
     with tempfile.TemporaryDirectory(prefix=f"{tool}-") as own:  # two mounts must not share a cache
         if tool == "rclone":
             command = ["rclone", "mount", f":s3:{bucket.name}", str(path), f"--cache-dir={own}/cache", *flags]
-            environ |= {"RCLONE_S3_PROVIDER": "Other", "RCLONE_S3_ENDPOINT": bucket.url, "RCLONE_CONFIG": "/dev/null",
-                        "RCLONE_S3_ACCESS_KEY_ID": bucket.key, "RCLONE_S3_SECRET_ACCESS_KEY": bucket.secret}  # fmt: skip
+            environ |= {"RCLONE_CONFIG": "/dev/null", "RCLONE_S3_PROVIDER": "Other", "RCLONE_S3_ENDPOINT": bucket.url}
+            environ |= {"RCLONE_S3_ACCESS_KEY_ID": bucket.key, "RCLONE_S3_SECRET_ACCESS_KEY": bucket.secret}
         else:
             command = ["s3fs", bucket.name, str(path), "-f", f"-ourl={bucket.url}", "-ouse_path_request_style", *flags]
             environ |= {"AWSACCESSKEYID": bucket.key, "AWSSECRETACCESSKEY": bucket.secret}
@@ -201,14 +207,10 @@ def mount(tool: str, bucket: Bucket, path: str | Path, role: str, flags: tuple[s
             command = ["setpriv", "--pdeathsig", "TERM", *command]
             process = subprocess.Popen(command, env=environ, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
         try:
-            if (
-                wait_for(lambda: path.is_mount() or process.poll() is not None, MOUNT_DEADLINE_S) is None
-                or not path.is_mount()
-            ):
-                said = Path(log.name).read_text()[-300:].strip()
-                raise RuntimeError(
-                    f"{tool}: expected a mount at {path} in {MOUNT_DEADLINE_S} s, found: {said or 'none'}"
-                )
+            wait_for(lambda: path.is_mount() or process.poll() is not None, MOUNT_DEADLINE_S)
+            if not path.is_mount():
+                said = Path(log.name).read_text()[-300:].strip() or "no word of it"
+                raise RuntimeError(f"{tool}: expected a mount at {path} in {MOUNT_DEADLINE_S} s, found: {said}")
             yield process
         finally:
             # Lazily, so that a reader still in there cannot keep it; an error means that it is gone already.
@@ -239,7 +241,11 @@ class Run:
         import torch
         from accelerate import Accelerator
         from peft import LoraConfig, get_peft_model
+        from safetensors import SafetensorError
+        from torch.distributed.checkpoint import CheckpointException  # not an Exception, but a BaseException
         from transformers import Qwen2Config, Qwen2ForCausalLM
+
+        self.errors = (OSError, ValueError, RuntimeError, SafetensorError, CheckpointException)
 
         heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
         tiny = Qwen2Config(vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=2, **heads)
@@ -277,7 +283,7 @@ class Run:
         return path
 
     def check(self, root: Path, adapters: list[int], checkpoint: int) -> None:
-        """Load everything as its users do; ValueError for values that are not those saved, or the reader's own error."""
+        """Load everything as its users do; one of `errors` where something is missing or is not what was saved."""
         import safetensors
         import torch.distributed.checkpoint as dcp
 
@@ -362,6 +368,10 @@ class Row:
             return f"in part: a replaced file is old after {VISIBLE_DEADLINE_S} s"
         return f"no: {self.third}" if self.third else "yes"
 
+    def log(self) -> dict:
+        """What the table leaves out: each save, and which files were seen or lost."""
+        return {key: value for key, value in vars(self).items() if key != "setting" and value}
+
     def markdown(self) -> str:
         seen = [seconds for seconds in self.visible_s if seconds is not None]
         flags = "; ".join(f"{role}: `{' '.join(own) or 'none'}`" for role, own in
@@ -376,10 +386,7 @@ class Row:
         return "| " + " | ".join(cells) + " |"
 
 
-HEAD = (
-    "| mount | flags | works | save p50 | visible p50 / max | seen in part | lost files | there after an unmount at once "
-    "| why |\n" + "|---" * 9 + "|"
-)
+COLUMNS = "mount|flags|works|save p50|visible p50 / max|seen in part|lost files|kept by an unmount at once|why"
 
 
 def measure(setting: Setting, run: Run, saves: int = 10, spacing_s: float = 2.0, latency_s: float = 0.05) -> Row:
@@ -392,8 +399,8 @@ def measure(setting: Setting, run: Run, saves: int = 10, spacing_s: float = 2.0,
             with mount(setting.tool, bucket, reader, "reader", setting.reader):
                 try:
                     write_and_watch(row, run, (truth, writer, reader), saves, spacing_s)
-                except Exception as error:  # the outcome that is measured here, whatever the library makes of it
-                    row.failed = f"{type(error).__name__}: {' '.join(str(error).split())[:90]}"
+                except run.errors as error:
+                    row.failed = named(error)
                     return row
             wanted = {str(Path("run") / name): content for name, content in contents(truth / "run").items()}
             wait_for(lambda: wanted.items() <= bucket.files().items(), VISIBLE_DEADLINE_S)
@@ -402,11 +409,12 @@ def measure(setting: Setting, run: Run, saves: int = 10, spacing_s: float = 2.0,
             with mount(setting.tool, bucket, temporary / "third", "reader", setting.reader):
                 try:
                     run.check(temporary / "third", list(range(max(1, saves - KEPT + 1), saves + 1)), saves)
-                except Exception as error:  # likewise
-                    row.third = f"{type(error).__name__}: {' '.join(str(error).split())[:90]}"
+                except run.errors as error:
+                    row.third = named(error)
+        last = contents(run.adapter(truth, saves + 1))
         with mount(setting.tool, bucket, writer, "writer", setting.writer):
-            last = contents(run.adapter(writer, saves + 1))
-        row.unmounted = f"{sum(f'v{saves + 1}/' in name for name in bucket.files())} of {len(last)}"
+            run.adapter(writer, saves + 1)
+        row.unmounted = f"{sum(f'-v{saves + 1}/' in name for name in bucket.files())} of {len(last)} files"
     return row
 
 
@@ -463,34 +471,35 @@ def refused(tool: str, how: str, run: Run) -> str:
                 bucket.refuse_writes()
             else:
                 bucket.server.send_signal(signal.SIGKILL if how == "gone" else signal.SIGSTOP)
-            saved, checkpointed = attempt(run.adapter, writer, 2), attempt(run.checkpoint, writer, 2)
+            saved, checkpointed = attempt(run.adapter, run, writer), attempt(run.checkpoint, run, writer)
             if how == "gone":  # with moto's memory
                 return f"| {tool} | {how} | {saved} | {checkpointed} | - | - |"
             bucket.server.send_signal(signal.SIGCONT)
             whole = before.items() <= bucket.files().items()
             bucket.allow_writes()
-            arrived = wait_for(lambda: sum("v2/" in name for name in bucket.files()) >= 3, VISIBLE_DEADLINE_S)
+            arrived = wait_for(lambda: sum("-v2/" in name for name in bucket.files()) == 3, VISIBLE_DEADLINE_S)
     healed = "never" if arrived is None else f"after {arrived:.0f} s"
     return f"| {tool} | {how} | {saved} | {checkpointed} | {'intact' if whole else 'DAMAGED'} | {healed} |"
 
 
-def attempt(write, root: Path, version: int) -> str:
+def attempt(write, run: Run, root: Path) -> str:
     began = time.monotonic()
     try:
-        write(root, version)
+        write(root, 2)
         outcome = "no error"
-    except Exception as error:  # the outcome that is measured here
-        cause = error
-        outcome = f"{type(cause).__name__}: {str(cause).replace(str(root), '')[:80]}"
+    except run.errors as error:
+        outcome = named(error).replace(str(root), "")
     return f"{outcome}, {time.monotonic() - began:.1f} s"
+
+
+def named(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
 
 
 def hold(tool: str, writer: str, reader: str) -> None:
     """Keep a pair mounted until stdin ends or a signal comes; RuntimeError if the server or a mount ends before."""
     with s3_server() as bucket, mount(tool, bucket, writer, "writer") as w, mount(tool, bucket, reader, "reader") as r:
-        print(
-            f"[bucket] mounted {tool}: writer {writer}, reader {reader}, bucket {bucket.url}/{bucket.name}", flush=True
-        )
+        print(f"[bucket] mounted {tool}: writer {writer}, reader {reader}, {bucket.url}/{bucket.name}", flush=True)
         ends = {os.pidfd_open(p.pid): name for p, name in ((bucket.server, "server"), (w, "writer"), (r, "reader"))}
         while True:
             ready, _, _ = select.select([sys.stdin, *ends], [], [])
@@ -516,8 +525,16 @@ def main() -> int:
     if args.serve:
         serve(args.latency_ms / 1000)
         return 0
-    for number in (signal.SIGTERM, signal.SIGHUP):  # as exceptions, so that what is mounted is unmounted
-        signal.signal(number, lambda number, frame: sys.exit(0 if args.hold else 128 + number))
+
+    def stop(
+        number: int, frame
+    ) -> None:  # an exception, so that what is mounted is unmounted; a second one is too late
+        for other in SIGNALS:
+            signal.signal(other, signal.SIG_IGN)
+        sys.exit(0 if args.hold else 128 + number)
+
+    for number in SIGNALS:
+        signal.signal(number, stop)
     if args.hold:
         hold(tools[0], *args.hold)
         return 0
@@ -530,12 +547,12 @@ def main() -> int:
                 lines.append(refused(tool, how, run))
                 print(f"[bucket] {lines[-1]}", file=sys.stderr)
     else:
-        lines = [HEAD]
+        lines = [f"| {COLUMNS.replace('|', ' | ')} |", "|---" * 9 + "|"]
         for setting in SETTINGS:
             if setting.tool in tools:
                 row = measure(setting, run, args.saves, latency_s=args.latency_ms / 1000)
                 lines.append(row.markdown())
-                print(f"[bucket] {setting.tool}, {setting.name}: {row.verdict}; {row}", file=sys.stderr)
+                print(f"[bucket] {setting.tool}, {setting.name}: {row.verdict} {row.log()}", file=sys.stderr)
         lines += NOT_MEASURED
     print("\n".join(lines))
     return 0

@@ -9,7 +9,8 @@ While `./launch.sh --local` trains for real (two vLLM replicas, two FSDP2 ranks)
                      last death; the Jobs API starts the next attempt, which resumes
     freeze replica   SIGSTOP for 2 to 40 s, as a machine that hangs
     cut connections  every connection through the Jobs' exposed ports, at once
-    lag              from then on the replicas see the bucket up to 8 s late, each directory's files one by one
+    lag              from then on the replicas see the bucket up to 8 s late, each directory first without its weights,
+                     then with half of them
 
 You should see a line for each harm, then what was survived and what was checked. Exit code 0: every check holds.
 """
@@ -113,8 +114,9 @@ class LocalRun:
         self.state, self.readers, self.launch_log = here / name, here / f"{name}-readers", here / f"{name}.launch.log"
         self.output = here / "buckets/local/lora" / name
         self.proxy = f"http://127.0.0.1:{free_port()}"
-        self.env = os.environ | {"RUN": name, "LOCAL_STEPS": str(steps), "PROXY_PORT": self.proxy.rpartition(":")[2]}
-        self.env |= env
+        self.env = (
+            os.environ | {"RUN": name, "MAX_STEPS": str(steps), "PROXY_PORT": self.proxy.rpartition(":")[2]} | env
+        )
 
     def __enter__(self):
         self.output.mkdir(parents=True)  # a name used before would resume that run
@@ -132,11 +134,11 @@ class LocalRun:
         self.stop_mirror()
         shutil.rmtree(self.readers, ignore_errors=True)
 
-    def set_lag(self, seconds: float):
+    def set_lag(self, seconds: float, torn: bool = False):
         self.stop_mirror()
         self.lag = seconds
         mirror = [sys.executable, str(ROOT / "local/mirror.py"), str(self.output)]
-        mirror += [str(self.readers / "local/lora" / self.name), "--lag", f"{seconds:.2f}"]
+        mirror += [str(self.readers / "local/lora" / self.name), "--lag", f"{seconds:.2f}", *["--torn"] * torn]
         self.mirror = start(mirror, self.launch_log.with_suffix(".mirror"), os.environ.copy())
 
     def stop_mirror(self):
@@ -285,8 +287,8 @@ def do_harm(run: LocalRun, harm: str, amount: float) -> str:
         os.kill(run.jobs_api(), signal.SIGUSR1)
         return "all"
     if harm == "lag":
-        run.set_lag(between(LAG_S, amount))
-        return f"{run.lag:.1f} s"
+        run.set_lag(between(LAG_S, amount), torn=True)
+        return f"{run.lag:.1f} s, torn"
     if harm == "kill trainer":
         run.signal_job(run.jobs("trainer")[-1], signal.SIGKILL)
         return f"after step {run.last_step()}"

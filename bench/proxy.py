@@ -51,7 +51,7 @@ def fake_replica(port, delay, tokens=300):
     app = web.Application(client_max_size=1 << 28)
     app.router.add_post("/v1/completions", complete)
     app.router.add_route("*", "/{tail:.*}", other)
-    web.run_app(app, host="127.0.0.1", port=port, print=None, access_log=None)
+    web.run_app(app, host="127.0.0.1", port=port, print=None, access_log=None, backlog=2048)
 
 
 def requests_of(count, seed):

@@ -77,7 +77,7 @@ class Ours:
 
     def answered(self, model, prompt, blocks, answer, owner):
         grown = Router.blocks(blocks[-1] if blocks else hash(model), prompt[len(blocks) * BLOCK :] + answer)
-        self.router.remember(grown, owner, answer=True)
+        self.router.remember(grown, owner)
 
 
 def trace(groups, seed=0):

@@ -28,7 +28,6 @@ from chaos import ROOT, LocalRun, end, replica_here, start
 
 TOKEN = "hf_local"  # launch.sh --local's
 START_S, RUN_S = 600, 1800  # s for a run to make its first step, and its last
-SCRIPTS = ("train.py", "serve.sh", "launch.sh", "requirements.txt")
 BLOCKING = f"import runpy\nrunpy.run_path({str(ROOT / 'bench/blocking_proxy.py')!r}, run_name='__main__')\n"
 
 
@@ -78,16 +77,14 @@ def watch(run, urls) -> dict[str, float]:
 
 
 def launched(name: str, steps: int, lag: float, tree: Path = ROOT) -> dict[str, float]:
-    with LocalRun(name, steps, lag, tree) as run:
+    with LocalRun(name, steps, lag, tree, EVAL_DATASET="") as run:
         return watch(run, lambda: [job["status"]["exposeUrls"][0] for job in run.jobs("replica", "RUNNING")])
 
 
 def blocking(name: str, steps: int, lag: float) -> dict[str, float]:
     """The same run from a copy of the scripts in which proxy.py is the blocking one."""
     tree = ROOT / ".local" / f"{name}-tree"
-    shutil.copytree(ROOT / "local", tree / "local")
-    for script in SCRIPTS:
-        shutil.copy(ROOT / script, tree)
+    shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(".*", "__pycache__"))
     (tree / "proxy.py").write_text(BLOCKING)
     (tree / ".local").mkdir()
     for shared in ("venv", "tiny"):

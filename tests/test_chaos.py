@@ -11,7 +11,7 @@ import pytest
 import requests
 from chaos import FINISH_S, HARMS, LocalRun, Watch, checks, plan, replica_here, storm
 
-STEPS, SEED, EVERY = 60, 142, 5  # optimizer steps; of the harms; seconds between two, on average
+STEPS, SEED, EVERY = 40, 647, 5  # optimizer steps; of the harms; seconds between two, on average
 TOKEN = {"Authorization": "Bearer hf_local"}  # launch.sh --local's
 QUESTIONS = [f"{a}+{9 - a}=? Answer in \\boxed{{}}." for a in range(6)]
 TOLERANCE = 1e-3  # of a log probability: float32, in batches of different sizes
@@ -69,8 +69,9 @@ class Interview:
                     continue  # starting, frozen or killed; or the policy was retired while we asked
 
     def ask(self, job: str, url: str):
-        models = requests.get(f"{url}/v1/models", headers=TOKEN, timeout=30).json()["data"]
-        for policy in (model["id"] for model in models if model["id"].startswith("trl-policy-v")):
+        reply = requests.get(f"{url}/v1/models", headers=TOKEN, timeout=30)
+        reply.raise_for_status()
+        for policy in (model["id"] for model in reply.json()["data"] if model["id"].startswith("trl-policy-v")):
             if (job, policy) not in self.said:
                 self.said[job, policy] = greedy(url, policy)
 

@@ -168,7 +168,20 @@ def test_a_stream_passes_as_it_comes(two):
 def test_replicas_over_https_with_a_certificate_of_ones_own(tmp_path, monkeypatch):
     """The way to Jobs. A TLS 1.3 server sends tickets after the handshake: bytes on the socket that are no answer."""
     key, cert = tmp_path / "key.pem", tmp_path / "cert.pem"
-    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=127.0.0.1"]
+    command = [
+        "openssl",
+        "req",
+        "-x509",
+        "-newkey",
+        "ec",
+        "-pkeyopt",
+        "ec_paramgen_curve:prime256v1",
+        "-nodes",
+        "-days",
+        "1",
+        "-subj",
+        "/CN=127.0.0.1",
+    ]
     command += ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(cert)]
     subprocess.run(command, check=True, capture_output=True)
     tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -311,6 +324,9 @@ def test_all_eight_second_turns_go_where_their_answers_were_generated(two):
             fake.delay = 0
         owners = {answer.headers["X-Replica"] for answer in first}
         assert owners == {"0", "1"}, "the group was meant to spill"
+        affinity = stats(url)["affinity"]
+        ask(url, prompt)
+        assert stats(url)["affinity"] == affinity + 1, "eight answers have not made the prompt look common"
         for answer in first:
             said = answer.json()["choices"][0]["token_ids"]
             assert ask(url, prompt + said + ids(40)).headers["X-Replica"] == answer.headers["X-Replica"]

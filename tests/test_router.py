@@ -33,7 +33,7 @@ def answered(router, prompt, answer, owner, model="v1"):
     """The answer was generated at `owner`."""
     known = blocks(prompt, model)
     chain = known[-1] if known else hash(model)
-    router.remember(Router.blocks(chain, prompt[len(known) * BLOCK :] + answer), owner, answer=True)
+    router.remember(Router.blocks(chain, prompt[len(known) * BLOCK :] + answer), owner)
 
 
 def test_only_whole_blocks_count_and_the_adapter_name_seeds_the_chain():
@@ -94,7 +94,7 @@ def test_the_longest_match_wins():
 
 
 def test_second_turns_of_a_group_go_where_their_answers_were_generated():
-    """Repair 3, for all eight conversations; the group's prompt stays specific, whatever its answers."""
+    """Repair 3, for all eight conversations. The answers are no successors of the prompt, which stays specific."""
     router, prompt = Router(), ids(100)
     load = {1: 0, 2: 0}
     answers = [ids(80) for _ in range(8)]
@@ -140,15 +140,15 @@ def test_forty_prompts_repeated_stay_where_they_are():
 
 def test_the_table_is_bounded_and_the_least_recently_used_goes():
     router = Router(capacity=40)
-    old, kept = ids(10 * BLOCK), ids(10 * BLOCK)
-    router.remember(blocks(old), 1)
-    router.remember(blocks(kept), 2)
-    for _ in range(10):
-        router.remember(blocks(kept), 2)
-        router.remember(blocks(ids(10 * BLOCK)), 1)
-        assert len(router.table) <= 40
-    assert router.choose(blocks(kept), {1: 0, 2: 0}) == (2, "affinity")
-    assert router.choose(blocks(old), {1: 0, 2: 0})[1] == "unmatched"
+    used, unused = ids(10 * BLOCK), ids(20 * BLOCK)
+    router.remember(blocks(used), 1)
+    router.remember(blocks(unused), 2)
+    router.remember(blocks(used), 1)
+    router.remember(blocks(ids(20 * BLOCK)), 2)
+    assert len(router.table) == 40
+    assert router.choose(blocks(used), {1: 0, 2: 0}) == (1, "affinity")
+    assert all(block in router.table for block in blocks(used))
+    assert not all(block in router.table for block in blocks(unused))
 
 
 def test_the_tail_of_a_chain_is_forgotten_first():

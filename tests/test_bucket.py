@@ -1,0 +1,172 @@
+"""Mounts: the lagging mirror, and rclone and s3fs with bench/bucket.py's robust flags. Under a minute.
+
+python -m pytest tests/test_bucket.py
+"""
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+from bench import bucket  # noqa: E402
+
+CONFIG, WEIGHTS = bucket.CONFIG, bucket.WEIGHTS
+LAG_S = 1.0
+
+
+# --------------------------------------------------------------------------------------------------------- the mirror
+@contextlib.contextmanager
+def mirrored(tmp_path: Path, *options: str):
+    source, target = tmp_path / "source", tmp_path / "target"
+    source.mkdir()
+    command = [sys.executable, ROOT / "local" / "mirror.py", source, target, "--lag", str(LAG_S), *options]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout.readline().startswith("[mirror] ")
+        yield source / ".vllm_lora", target / ".vllm_lora"
+        process.terminate()
+        assert process.wait(5) == 0
+    finally:
+        process.kill()
+        process.wait(5)
+        process.stdout.close()
+
+
+def publish(lora: Path, name: str) -> float:
+    """As TRL does: a staging directory, then a rename. Returns when."""
+    staging = lora / f".{name}.tmp"
+    staging.mkdir(parents=True)
+    (staging / WEIGHTS).write_bytes(b"w" * 1000)
+    (staging / CONFIG).write_text("{}")
+    staging.rename(lora / name)
+    return time.monotonic()
+
+
+def sizes(folder: Path) -> dict[str, int]:
+    return {file.name: file.stat().st_size for file in folder.iterdir()} if folder.is_dir() else {}
+
+
+def states(folder: Path, last: dict[str, int]) -> list[dict[str, int]]:
+    """What was seen of `folder`, in order, until it looked like `last`."""
+    seen, deadline = [{}], time.monotonic() + LAG_S + 5
+    while seen[-1] != last:
+        assert time.monotonic() < deadline, f"expected {last}, saw {seen}"
+        with contextlib.suppress(FileNotFoundError):  # deleted between listing and stat
+            if (now := sizes(folder)) != seen[-1]:
+                seen.append(now)
+        time.sleep(0.005)
+    return seen
+
+
+def test_mirror_shows_everything_after_the_lag_and_deletes_as_late(tmp_path):
+    with mirrored(tmp_path) as (source, target):
+        published = publish(source, "v1")
+        seen = states(target / "v1", {WEIGHTS: 1000, CONFIG: 2})
+        assert LAG_S <= time.monotonic() - published < LAG_S + 0.5
+        assert {CONFIG: 2} not in seen  # a config without its weights is what vLLM answers with a 500
+
+        changed = time.monotonic()
+        (source / "v1" / CONFIG).write_text('{"r": 1}')
+        states(target / "v1", {WEIGHTS: 1000, CONFIG: 8})
+        assert LAG_S <= time.monotonic() - changed < LAG_S + 0.5
+
+        shutil.rmtree(source / "v1")
+        deleted = time.monotonic()
+        assert bucket.wait_for(lambda: not (target / "v1").exists(), LAG_S + 5) is not None
+        assert LAG_S - 0.1 <= time.monotonic() - deleted < LAG_S + 0.5
+        assert sizes(target) == {}  # no staging names either
+
+
+def test_torn_mirror_shows_config_then_half_the_weights_then_all(tmp_path):
+    with mirrored(tmp_path, "--torn") as (source, target):
+        publish(source, "v1")
+        seen = states(target / "v1", {CONFIG: 2, WEIGHTS: 1000})
+        assert seen == [{}, {CONFIG: 2}, {CONFIG: 2, WEIGHTS: 500}, {CONFIG: 2, WEIGHTS: 1000}]
+
+
+def test_mirror_keeps_up_with_sixty_adapters(tmp_path):
+    with mirrored(tmp_path) as (source, target):
+        for version in range(60):
+            last = publish(source, f"v{version}")
+        whole = {WEIGHTS: 1000, CONFIG: 2}
+        assert bucket.wait_for(lambda: all(sizes(target / f"v{v}") == whole for v in range(60)), LAG_S + 5) is not None
+        assert time.monotonic() - last < LAG_S + 1
+
+
+# ------------------------------------------------------------------------------------------------------- real mounts
+@pytest.fixture(scope="session")
+def mounts():
+    """Skips where there is no FUSE; what else is missing is installed where that is allowed."""
+    if not os.path.exists("/dev/fuse"):
+        pytest.skip(
+            "NO BUCKET MOUNT TESTED: /dev/fuse is missing here (docker run --device /dev/fuse --cap-add SYS_ADMIN)"
+        )
+    packages = [name for name in ("rclone", "s3fs") if not shutil.which(name)]
+    packages += [] if shutil.which("fusermount3") else ["fuse3"]
+    if packages and os.geteuid() == 0 and shutil.which("apt-get"):
+        for command in (["update", "-qq"], ["install", "-y", "-qq", *packages]):
+            subprocess.run(["apt-get", *command], env=os.environ | {"DEBIAN_FRONTEND": "noninteractive"}, timeout=300)
+    if lacks := bucket.missing(tuple(bucket.ROBUST)):
+        pytest.skip(f"NO BUCKET MOUNT TESTED: missing {', '.join(lacks)}")
+
+
+@pytest.fixture(scope="session")
+def run(mounts):
+    return bucket.Run()
+
+
+@pytest.mark.parametrize("tool", sorted(bucket.ROBUST))
+def test_robust_mounts_show_every_save_whole_and_lose_nothing(tool, run):
+    row = bucket.measure(bucket.ROBUST[tool], run, saves=5, spacing_s=0.2, latency_s=0.01)
+    assert (row.verdict, row.lost, row.third) == ("yes", [], ""), row
+    assert len(row.visible_s) == 5 and max(row.visible_s) < 10, row
+    # s3fs has uploaded what is closed. rclone has not, and an unmount drops it: that is why mount() says so.
+    assert row.unmounted == {"s3fs": "3 of 3 files", "rclone": "0 of 3 files"}[tool]
+
+
+def test_a_bucket_that_refuses_loses_nothing_that_was_there(run):
+    saved = bucket.refused("s3fs", "403", run)
+    assert "PermissionError" in saved and "intact" in saved, saved
+
+
+@pytest.mark.parametrize("end", ["SIGTERM", "EOF"])
+@pytest.mark.parametrize("tool", sorted(bucket.ROBUST))
+def test_hold_mounts_a_pair_and_leaves_nothing(tool, end, tmp_path, mounts):
+    writer, reader = tmp_path / "writer", tmp_path / "reader"
+    command = [sys.executable, bucket.__file__, "--hold", writer, reader, "--tool", tool]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout.readline().startswith(f"[bucket] mounted {tool}: ")
+        (writer / "folder").mkdir()
+        (writer / "folder" / "file").write_text("seen")
+        assert bucket.wait_for(lambda: (reader / "folder" / "file").exists(), 10) is not None
+        assert (reader / "folder" / "file").read_text() == "seen"
+        with pytest.raises(OSError, match="Read-only"):
+            (reader / "mine").write_text("")
+        process.send_signal(signal.SIGTERM) if end == "SIGTERM" else process.stdin.close()
+        assert process.wait(30) == 0
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            process.wait(30)
+        process.stdout.close()
+    assert not os.path.ismount(writer) and not os.path.ismount(reader)
+    assert not list(writer.iterdir())
+    assert subprocess.run(["pgrep", "-f", f"{tool}.*{tmp_path}"], capture_output=True).returncode == 1
+
+
+def test_what_is_missing_is_named_with_how_to_get_it(tmp_path):
+    command = [sys.executable, bucket.__file__, "--tool", "rclone"]
+    result = subprocess.run(
+        command, env=os.environ | {"PATH": str(tmp_path)}, capture_output=True, text=True, timeout=60
+    )
+    assert result.returncode == 2
+    assert "rclone (apt-get install rclone)" in result.stderr and "Traceback" not in result.stderr
