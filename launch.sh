@@ -14,12 +14,12 @@
 # shellcheck disable=SC2329 # traps call some functions by name
 set -euo pipefail
 
-if ((BASH_VERSINFO[0] * 100 + BASH_VERSINFO[1] < 501)); then
-  echo "[launch] bash 5.1 or newer is needed, this is $BASH_VERSION (macOS: brew install bash)" >&2
+if ((BASH_VERSINFO[0] * 100 + BASH_VERSINFO[1] < 501)) || ! command -v timeout >/dev/null; then
+  echo "[launch] bash 5.1 or newer (this is $BASH_VERSION) and timeout are needed: brew install bash coreutils" >&2
   exit 1
 fi
 cd "$(dirname "${BASH_SOURCE[0]}")"
-jobs_api='' # the process that stands in for the Jobs API, with --local
+cancel_at_end='' staged='' detach='' jobs_api='' # the last: the process that answers for the Jobs API, with --local
 # shellcheck source=/dev/null
 [[ " $* " != *" --local "* ]] || source local/setup.sh # what it sets goes before the defaults here
 
@@ -51,12 +51,13 @@ export POLL_S=${POLL_S:-10}               # seconds between two looks at the Job
 export DRY_RUN=${DRY_RUN:-} HF_HUB_DISABLE_UPDATE_CHECK=1
 
 say() { echo "[launch] $*"; }
-die() { echo "[launch] $*" >&2 && exit 1; }
+die() { echo "[launch] $*" >&2; exit 1; }
 attend() { "$@" & wait $!; } # gives way to a signal at once; without this, bash lets the command end first
-undisturbed() { (trap '' INT TERM HUP && exec "$@"); } # a Job whose creation Ctrl-C cuts short may exist, its id unknown
+hf() { timeout 120 hf "$@"; } # its requests have no deadline of their own; in timeout's process group, Ctrl-C does not
+                              # reach it: a Job whose creation is cut short may exist without our knowing its id
 
 step() { # runs a command; --dry-run prints it
-  if [[ -z $DRY_RUN ]]; then undisturbed "$@"; else printf '%q ' "$@" && printf '\n'; fi
+  if [[ -z $DRY_RUN ]]; then "$@"; else printf '%q ' "$@" && printf '\n'; fi
 }
 
 announce() { # what was made, its id; in a dry run the id is the command that would have made it
@@ -103,7 +104,7 @@ require_replicas() { # none may have ended before the run begins
 
 start_replica() {
   local id
-  id=$(SEED=$1 undisturbed bash serve.sh) || return
+  id=$(SEED=$1 timeout 120 bash serve.sh) || return
   replica[$1]=$id
   announce "replica $1: Job" "$id"
 }
@@ -128,24 +129,26 @@ cancel() { # the run's active Jobs, or those with a label
 # ---- inside the trainer Job, or on a machine whose owner names the replicas in REPLICA_URLS
 
 run_trainer() {
-  # Not local: other functions read them. Outside a Job nobody tries again, so the first attempt is the last.
-  managed=1 attempt=$ATTEMPTS spare=$((2 * REPLICAS)) # replicas that may be replaced: each start costs money
+  # Not local, for other functions read them: whether the replicas are Jobs of ours, which attempt this is (outside a
+  # Job nobody tries again, so the first is the last), how many replicas it may replace, for each start costs money.
+  managed=1 attempt=$ATTEMPTS spare=$((2 * REPLICAS))
   local output=$MOUNT/$RUN try slot deadline=$((SECONDS + START_MINUTES * 60)) health proxy torch which='' status
   [[ -z ${REPLICA_URLS:-} ]] || managed=''
   trap end_trainer EXIT
   trap 'exit 130' INT
   trap 'exit 143' TERM HUP
   export TRL_EXPERIMENTAL_SILENCE=1 # the pin is exact: that its API may change is no news
+  port_is_free || die "port $PROXY_PORT is taken on this machine: set PROXY_PORT to a free one"
   [[ -d $MOUNT ]] || die "MOUNT=$MOUNT is not there: mount the bucket first, read-write"
   mkdir -p "$output/.attempts" || die "$output refused a write: is the bucket mounted read-write, with space left?"
   if [[ -n ${JOB_ID:-} ]]; then # a file for each attempt of this Job: the last one must not leave replicas behind
     date >"$(mktemp "$output/.attempts/$JOB_ID.XXXXXX")"
     attempt=$(find "$output/.attempts" -name "$JOB_ID.*" | wc -l)
+    say "attempt $attempt of $ATTEMPTS"
   fi
 
-  say "attempt $attempt of $ATTEMPTS: pip installs requirements.txt"
   for try in 1 2 3; do
-    attend python3 -m pip --quiet --disable-pip-version-check install --root-user-action ignore -r requirements.txt && break
+    attend python3 -m pip install --quiet --root-user-action ignore -r requirements.txt && break
     ((try < 3)) || die "pip failed: its error is above"
     attend sleep $((try * POLL_S))
   done
@@ -161,7 +164,6 @@ run_trainer() {
     done
     REPLICA_URLS=$(join "${urls[@]}")
   fi
-  port_is_free || die "port $PROXY_PORT is taken on this machine: set PROXY_PORT to a free one"
   # Replicas on machines of your own should have a key of their own: the Hugging Face token is nothing to them.
   HF_TOKEN=${VLLM_API_KEY:-${HF_TOKEN:-}} REPLICA_URLS=$REPLICA_URLS python3 proxy.py &
   proxy=$!
@@ -180,7 +182,7 @@ run_trainer() {
     status=0
     wait -n -p which "$torch" "$proxy" $! || status=$?
     case $which in
-      "$torch") ((status == 0)) || die "train.py failed (exit $status): its error is above, its checkpoints in $output" ;;
+      "$torch") ((status == 0)) || die "train.py failed (exit $status): its error is above, checkpoints in $output" ;;
       "$proxy") die "proxy.py ended while train.py went on (exit $status): its error is above" ;;
       *) [[ -z $managed ]] || keep_replicas || true ;; # what fails here is tried again at the next look
     esac
@@ -194,8 +196,9 @@ end_trainer() {
   set +e # from here on everything is tried
   # shellcheck disable=SC2046
   kill $(jobs -p) 2>/dev/null
-  # After a success, a cancellation or the last attempt nobody needs the replicas; else the next attempt does.
-  if [[ -n $managed ]] && ((code == 0 || code >= 128 || attempt >= ATTEMPTS)); then
+  if [[ -n $managed ]] && ((0 < code && code < 128 && attempt < ATTEMPTS)); then
+    say "the replicas stay for the next attempt"
+  elif [[ -n $managed ]]; then
     cancel --label role=replica
   fi
   while [[ -n $(jobs -rp) ]] && ((SECONDS < deadline)); do sleep 0.2; done
@@ -216,10 +219,15 @@ keep_replicas() { # one that ended early is replaced, and the proxy is told
   local slot list
   look_at_jobs || return
   for slot in "${ended[@]}"; do
-    ((spare-- > 0)) || return
-    say "replica $slot ended early (hf jobs logs ${replica[slot]}): another one takes its place"
-    start_replica "$slot"
+    if ((spare-- > 0)); then
+      say "replica $slot ended early (hf jobs logs ${replica[slot]}): another one takes its place"
+      start_replica "$slot"
+    else
+      say "replica $slot ended early (hf jobs logs ${replica[slot]}): $((2 * REPLICAS)) have been replaced, it is not"
+      unset "replica[slot]"
+    fi
   done
+  ((${#replica[@]} > 0)) || die "no replica is left"
   list=$(join "${urls[@]}")
   if [[ -n $list && $list != "$REPLICA_URLS" ]]; then
     ask_proxy replicas --fail --output /dev/null --data "{\"urls\": [\"${list//,/\", \"}\"]}" && REPLICA_URLS=$list
@@ -245,7 +253,8 @@ check_constants() { # what can be known without asking anybody
   [[ -z $NETWORK_GROUP || $RUN =~ ^[a-z0-9-]{1,46}$ ]] ||
     die "RUN=$RUN names the network group, too: at most 46 lower-case letters, digits and -"
   BUCKET=any/bucket DRY_RUN=1 bash serve.sh >/dev/null || exit 1 # it checks the rank
-  completion=$(constant MAX_COMPLETION) budget=$(constant TOKEN_BUDGET)
+  completion=$(constant MAX_COMPLETION)
+  budget=$(constant TOKEN_BUDGET)
   ((completion < CONTEXT)) || die "MAX_COMPLETION=$completion in train.py leaves no room for a prompt: CONTEXT=$CONTEXT"
   ((budget == 0 || budget >= CONTEXT)) ||
     die "TOKEN_BUDGET=$budget in train.py is below CONTEXT=$CONTEXT: TRL would drop the samples that do not fit"
@@ -255,9 +264,8 @@ constant() { sed -n "s/^$1 = \([0-9]*\).*/\1/p" train.py | grep . || die "train.
 
 preflight() {
   local version who active
-  [[ -z $DRY_RUN ]] || BUCKET=${BUCKET:-USER/lora}
-  [[ -z $DRY_RUN ]] || return 0
-  command -v hf >/dev/null || die "the hf command is not there: pip install -U huggingface_hub"
+  [[ -z $DRY_RUN ]] || { BUCKET=${BUCKET:-USER/lora} && return; }
+  type -P hf >/dev/null || die "the hf command is not there: pip install -U huggingface_hub"
   version=$(hf --version)
   [[ $(printf '%s\n' 2.4 "$version" | sort -V | head -1) == 2.4 ]] ||
     die "hf $version is too old, 2.4 or newer is needed: pip install -U huggingface_hub"
@@ -325,7 +333,7 @@ await_trainer() { # a progress line while the Jobs start
 follow() { # the log of Job $1 until it has ended; returns if it completed
   local stage tail=() lost=0
   while ((lost < 30)); do
-    hf jobs logs --follow "${tail[@]}" "$1" 2>/dev/null &
+    command hf jobs logs --follow "${tail[@]}" "$1" 2>/dev/null & # as long as it takes
     wait $! || true # it exits with 0 whatever the Job did
     stage=$(look "$1") || stage=UNKNOWN
     case ${stage%% *} in
@@ -365,7 +373,6 @@ attach() {
   follow "${jobs%%$'\n'*}"
 }
 
-cancel_at_end='' staged='' detach=''
 end_launcher() { # whatever happened: nothing that was started here stays, unless it was told to
   local code=$?
   trap - EXIT
@@ -412,10 +419,10 @@ main() {
   fi
   [[ " $* " != *" --local "* ]] || start_local
   [[ $action != @(run|check) ]] || preflight
+  # shellcheck source=/dev/null
   case $action in
     run) run ;;
-    # shellcheck source=/dev/null
-    check) source bench/check.sh ;; # which runs
+    check) source bench/check.sh ;; # it runs
     attach) attach ;;
     stop) cancel ;;
     trainer) run_trainer ;;

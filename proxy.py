@@ -62,8 +62,8 @@ class Router:
     """Which replica holds most of a prompt's KV cache. Pure: no I/O, no clock, no lock; owners are small integers.
 
     The table maps a block's hash to (owners as a bit mask, the one block seen after it or MANY). A block takes about
-    210 bytes, so the table is bounded at 105 MB (`python bench/routing.py --memory` measures it). An owner that
-    leaves is forgotten by giving it a new number: the old bit is never asked for again.
+    190 bytes, so the table is bounded at 95 MB (`python bench/routing.py --memory` measures it). An owner that leaves
+    is forgotten by giving it a new number: the old bit is never asked for again.
     """
 
     def __init__(self, capacity=TABLE_BLOCKS):
@@ -368,7 +368,7 @@ class Fleet:
     def set_replicas(self, urls):
         """Make the fleet exactly `urls`: the new ones are admitted, the requests of those that left are sent again
         elsewhere. ValueError."""
-        urls = [url.strip().rstrip("/") for url in dict.fromkeys(urls)]
+        urls = list(dict.fromkeys(url.strip().rstrip("/") for url in urls))
         with self.changed:
             left = [replica for replica in self.replicas if replica.url not in urls]
             known = [replica.url for replica in self.replicas]
@@ -540,9 +540,9 @@ class Fleet:
                 self.eject(replica, owner, reason)
                 replica.cut()
                 with self.changed:
-                    if replica.reason != reason:
+                    if replica.state == "out" and replica.reason != reason:
                         replica.reason = reason
-                        say(f"{self.label(replica)} {replica.state}: {reason}")
+                        say(f"{self.label(replica)} out: {reason}")
                     self.changed.wait(PROBE_S)
 
     def admit(self, replica, owner):
@@ -817,7 +817,7 @@ class Handler(socketserver.BaseRequestHandler):
         while True:
             flight = fleet.route(policy, blocks, self.request, deadline)
             if flight is None:
-                return self.abort(policy)
+                return self.abort(policy, tokens)
             replica, answer = flight.replica, None
             try:
                 words, headers = replica.ask(flight, self.message(replica), self.request, deadline)
@@ -885,16 +885,17 @@ class Handler(socketserver.BaseRequestHandler):
             self.send(b"%x\r\n%b\r\n" % (len(part), part) if self.framed else part)
         flight.replica.pool(flight, headers)
 
-    def abort(self, policy):
-        """The policy is beyond max_staleness and nobody holds it any more: the rollout can't go on, and its sample
-        would be dropped as stale. TRL is answered as vLLM answers for an aborted request, without tokens, for on an
-        error it would try again 90 times and then die."""
+    def abort(self, policy, tokens):
+        """Nobody holds the policy any more, so the rollout can't go on; it is beyond max_staleness, so TRL will drop its
+        sample. An error TRL would try again 90 times and then die of; so it gets an answer like that to an aborted
+        request, with one token, for its parser of answers breaks on none."""
         with self.fleet.changed:
             self.fleet.count["aborted"] += 1
         if self.path != "/v1/completions":
             raise Refused(404, f"The model `{policy.name}` does not exist.")
-        logprobs = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
-        choice = {"index": 0, "text": "", "token_ids": [], "logprobs": logprobs, "finish_reason": "abort"}
+        logprobs = {"text_offset": [0], "token_logprobs": [0.0], "tokens": [""], "top_logprobs": [None]}
+        choice = {"index": 0, "text": "", "token_ids": [*tokens[-1:]] or [0], "logprobs": logprobs}
+        choice |= {"finish_reason": "abort", "stop_reason": None}
         self.json(200, {"id": "cmpl-0", "object": "text_completion", "model": policy.name, "choices": [choice]})
 
     def broadcast(self):

@@ -8,17 +8,14 @@
 # It is up after one to three minutes (model download, CUDA graphs); `GET /health` answers 200 then.
 # The flags and endpoints are those of vLLM 0.27.1: keep the pin.
 #
-# On machines of your own, mind the port. VLLM_SERVER_DEV_MODE opens endpoints that change the engine (/pause,
-# /reset_prefix_cache, /collective_rpc, ...), and vLLM's own token check guards /v1 alone. So it listens on 127.0.0.1
-# unless told otherwise, and the trainer reaches it in one of two ways:
-#   a closed network   BIND=10.0.0.11 ./serve.sh docker      an address that only your machines can reach
-#                      REPLICA_URLS=http://10.0.0.11:8000,http://10.0.0.12:8000 ./launch.sh trainer
-#   an open one        export VLLM_API_KEY=...; ./serve.sh docker      and in front of it nginx, one HTTPS port open,
-#                      which asks for that key on every path:
+# On machines of your own, mind the port: VLLM_SERVER_DEV_MODE opens endpoints that change the engine (/pause,
+# /collective_rpc, ...), and vLLM's own token check (VLLM_API_KEY) guards little but /v1. So it listens on 127.0.0.1.
+#   closed network   BIND=10.0.0.11 ./serve.sh docker: an address that only your machines can reach
+#   open network     keep PORT closed; open HTTPS, where nginx asks for the token on every path:
 #     location / { if ($http_authorization != "Bearer THE-KEY") { return 401; }
 #                  proxy_pass http://127.0.0.1:8000; proxy_read_timeout 600s; client_max_body_size 64m; }
-#                      export VLLM_API_KEY=...; REPLICA_URLS=https://a,https://b ./launch.sh trainer
-# The proxy sends the key with every request; without one it sends HF_TOKEN, as the exposed port of a Job asks for.
+# The trainer: export VLLM_API_KEY=THE-KEY; REPLICA_URLS=https://gpu-1,https://gpu-2 ./launch.sh trainer. Its proxy
+# sends that key with every request; where there is none it sends HF_TOKEN, which the exposed port of a Job asks for.
 set -euo pipefail
 
 IMAGE=${IMAGE:-vllm/vllm-openai:v0.27.1}
@@ -43,6 +40,7 @@ if [[ -z $bound ]]; then
   echo "[serve] LORA_RANK=$LORA_RANK: vLLM takes at most 512" >&2
   exit 2
 fi
+
 mode=${1:-job}
 [[ $mode != job ]] || BIND=0.0.0.0 # exposed ports, and other Jobs, reach only what listens on every interface
 
@@ -59,8 +57,7 @@ command=(
   --generation-config vllm             # the model card's sampling defaults must not reach the rollouts
   --enable-lora
   --max-lora-rank "$bound"
-  --max-loras "$((MAX_STALENESS + 2))" # the live policies, and the next one before the oldest goes; with one slot
-                                       # less vLLM silently evicts a policy that still has rollouts
+  --max-loras "$((MAX_STALENESS + 2))" # the live ones, and the next before the oldest goes; else vLLM evicts one in use
   --seed "$SEED"
 )
 
@@ -71,18 +68,17 @@ case $mode in
       --flavor "$FLAVOR"
       --timeout "$TIMEOUT"
       --label "run=$RUN" --label role=replica --label "slot=$SEED"
-      --volume "hf://buckets/${BUCKET:?[serve] BUCKET=user/name is not set: the bucket that carries the adapters}:$MOUNT:ro"
+      --volume "hf://buckets/${BUCKET:?[serve] BUCKET=user/name is not set: it carries the adapters}:$MOUNT:ro"
     )
     if [[ -n ${NETWORK_GROUP:-} ]]; then # reached by alias from the group's Jobs alone, no exposed port
       submit+=(--network-group "$RUN" --network-alias "replica-$SEED")
     else
       submit+=(--expose "$PORT")
     fi
-    submit+=("${settings[@]/#/--env=}")
-    submit+=("$IMAGE" -- "${command[@]}") # the image's entrypoint is not used in a Job: the command is spelled out
+    # The image's entrypoint is not used in a Job: the command is spelled out.
+    submit+=("${settings[@]/#/--env=}" "$IMAGE" -- "${command[@]}")
     if [[ -n ${DRY_RUN:-} ]]; then
-      printf '%q ' "${submit[@]}"
-      printf '\n'
+      printf '%q ' "${submit[@]}" && printf '\n'
     else
       HF_HUB_DISABLE_UPDATE_CHECK=1 exec "${submit[@]}"
     fi
@@ -92,8 +88,8 @@ case $mode in
       echo "[serve] $MOUNT is not a directory: mount the bucket there first (README: buckets)" >&2
       exit 2
     fi
-    container=(docker run --rm --gpus all --ipc host --network host --volume "$MOUNT:$MOUNT:ro,rslave")
-    container+=("${settings[@]/#/--env=}")
+    container=(docker run --rm --gpus all --ipc host --network host --volume "$MOUNT:$MOUNT:ro,rslave"
+      "${settings[@]/#/--env=}")
     [[ -z ${VLLM_API_KEY:-} ]] || container+=(--env VLLM_API_KEY) # by name: the key is in no argument list
     exec "${container[@]}" --entrypoint "${command[0]}" "$IMAGE" "${command[@]:1}"
     ;;

@@ -84,7 +84,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(answer)
 
-    do_GET = do_POST = handle_any  # noqa: N815 - the names are http.server's
+    do_GET = do_POST = handle_any
 
     def log_message(self, *_):
         return

@@ -34,8 +34,8 @@ start_local() { # everything that the run needs is installed, the small model ma
   mkdir -p "$here/buckets/local/$RUN-code"
   cp -r train.py proxy.py serve.sh launch.sh bench/check.sh requirements.txt local "$here/buckets/local/$RUN-code"
   # In a session of its own: Ctrl-C is for launch.sh alone, which cancels the Jobs and then ends the Jobs API.
-  exec {announced}< <(exec setsid python3 local/jobs_api.py --with-parent --state "$here/$RUN" --buckets "$here/buckets" \
-    ${LOCAL_READER_BUCKETS:+--reader-buckets "$LOCAL_READER_BUCKETS"} 2>"$here/$RUN.jobs.log")
+  exec {announced}< <(exec setsid python3 local/jobs_api.py --with-parent --state "$here/$RUN" \
+    --buckets "$here/buckets" ${LOCAL_READER_BUCKETS:+--reader-buckets "$LOCAL_READER_BUCKETS"} 2>"$here/$RUN.jobs.log")
   jobs_api=$!
   read -r -t 30 line <&"$announced" || die "local/jobs_api.py did not start: $(tail -3 "$here/$RUN.jobs.log")"
   export HF_ENDPOINT=${line#'[jobs] '}

@@ -396,7 +396,7 @@ def test_a_run_outlives_its_terminal_its_trainer_and_its_replicas(ground):
     said("attempt 2 of 3", 1)
     said("training on", 2)
     ground.order("life", 3)  # the trainer crashes
-    said("train.py failed (exit 3): its error is above, its checkpoints in", 1)
+    said("train.py failed (exit 3): its error is above, checkpoints in", 1)
     said("attempt 3 of 3", 1)
     said("training on", 3)
     assert [job["id"] for job in ground.jobs("life")] == [job["id"] for job in (*before, trainer)]  # the same replicas
@@ -489,6 +489,22 @@ def test_the_proxy_dies(ground):
     assert "[launch] proxy.py ended while train.py went on (exit 137)" in said
     assert f"Job {trainer['id']} has ended: ERROR. Its log: hf jobs logs {trainer['id']}" in said
     assert ground.stages("no-proxy") == [("replica", "CANCELED"), ("trainer", "ERROR")]
+
+
+def test_replacements_are_bounded(ground):
+    """As the trainer on a machine that is no Job, with replicas that are; twice as many as REPLICAS are replaced."""
+    mount = ground.folder / "mounted"
+    mount.symlink_to(ground.bucket)
+    path = f"{FAKES}:{ground.env['PATH']}"
+    trainer = ground.launch("trainer", run="bounded", MOUNT=str(mount), PATH=path)
+    for number in range(1, 4):
+        trainer.says("[launch] replica 1: Job", times=number)
+        trainer.says("training on")
+        ground.api.cancel(ground.jobs("bounded")[-1]["id"])
+    said = trainer.ends(1)
+    assert said.count("another one takes its place") == 2 and "2 have been replaced, it is not" in said
+    assert "[launch] no replica is left" in said
+    assert ground.stages("bounded") == [("replica", "CANCELED")] * 3
 
 
 def test_network_group(ground):
@@ -615,7 +631,7 @@ def test_replicas_of_ones_own_with_another_key(machine):
 
 def test_each_part_of_the_trainer_names_itself_when_it_fails(machine):
     machine.order(5)
-    assert "[launch] train.py failed (exit 5): its error is above, its checkpoints in" in machine.trainer().ends(1)
+    assert "[launch] train.py failed (exit 5): its error is above, checkpoints in" in machine.trainer().ends(1)
     with socket.create_server(("127.0.0.1", machine.port)):
         assert f"[launch] port {machine.port} is taken on this machine: set PROXY_PORT" in machine.trainer().ends(1)
     said = machine.trainer(REPLICA_URLS="http://127.0.0.1:9:9").ends(1)

@@ -758,6 +758,14 @@ def test_the_token_goes_to_the_replicas_and_nowhere_else(two, capfd):
     assert "bad header" in output.out and TOKEN not in output.out + output.err
 
 
+def test_a_redirected_control_call_is_not_followed():
+    with FakeVLLM() as elsewhere, FakeVLLM() as fake:
+        fake.sick["/server_info"] = (307, "", {"Location": f"{elsewhere.url}/server_info"})
+        with running_proxy([fake], TOKEN, ready=False) as url:
+            wait_until(lambda: "/server_info?config_format=json answers 307" in stats(url)["replicas"][0]["reason"])
+        assert not elsewhere.log
+
+
 def test_the_program_itself(two, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]

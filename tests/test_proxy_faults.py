@@ -133,24 +133,24 @@ def test_a_stream_whose_replica_dies_is_cut_and_the_replica_is_out(two):
 # ---- a replica hangs
 
 
-def test_a_hung_replica_is_noticed_and_its_requests_are_answered_elsewhere(two):
-    with running_proxy(two, TOKEN, HANG_S=0.5, PROVE_S=0.3, PROBE_S=0.05) as url:
+def test_a_hung_replica_is_noticed_and_its_requests_are_answered_elsewhere(two, capsys):
+    with running_proxy(two, TOKEN, HANG_S=0.5, PROVE_S=1, PROBE_S=0.05) as url:
         two[0].mode = "hang"
         with ThreadPoolExecutor(8) as pool:
             answers = list(pool.map(lambda _: ask(url, ids(40)), range(8)))
         assert [text(answer) for answer in answers] == ["base"] * 8
-        now = stats(url)
-        assert now["ejected"] == 1 and "hangs: no answer for 0.5 s" in now["replicas"][0]["reason"] + repr(now)
+        assert stats(url)["ejected"] == 1
         assert two[0].calls("/health"), "it still answers /health"
+    assert "out: hangs: no answer for 0.5 s, and no token on request" in capsys.readouterr().out
 
 
 def test_a_hung_replica_comes_back_only_when_it_generates_a_token(two):
-    with running_proxy(two, TOKEN, HANG_S=0.3, PROVE_S=0.2, PROBE_S=0.05) as url:
+    with running_proxy(two, TOKEN, HANG_S=0.5, PROVE_S=1, PROBE_S=0.05) as url:
         two[0].mode = "hang"
         answers = [in_background(ask, url, ids(40)) for _ in range(2)]
-        wait_until(lambda: stats(url)["ejected"] == 1)
+        wait_until(lambda: states(url) == ["out", "ready"])
         seen = len(two[0].calls("/health"))
-        wait_until(lambda: len(two[0].calls("/health")) > seen + 2)
+        wait_until(lambda: len(two[0].calls("/health")) > seen + 1)
         assert states(url) == ["out", "ready"] and stats(url)["readmitted"] == 0
         two[0].mode = ""
         wait_until(lambda: states(url) == ["ready", "ready"])
@@ -171,7 +171,7 @@ def test_a_long_generation_is_no_hang(two):
 
 
 def test_a_single_replica_that_hangs_is_noticed_too():
-    with FakeVLLM() as fake, running_proxy([fake], HANG_S=0.3, PROVE_S=0.2, PROBE_S=0.05) as url:
+    with FakeVLLM() as fake, running_proxy([fake], HANG_S=0.5, PROVE_S=1, PROBE_S=0.05) as url:
         fake.mode = "hang"
         answer = in_background(ask, url, ids(40))
         wait_until(lambda: states(url) == ["out"])
@@ -328,7 +328,8 @@ def test_a_retired_policy_that_nobody_holds_any_more_is_answered_like_an_aborted
         load(url, "v1", "/lora/v1")
         for fake in two:
             fake.delay = 60
-        running = in_background(ask, url, ids(40), "v1")
+        prompt = ids(40)
+        running = in_background(ask, url, prompt, "v1")
         wait_until(lambda: two[0].active + two[1].active == 1)
         unload(url, "v1")
         for fake in two:
@@ -336,7 +337,8 @@ def test_a_retired_policy_that_nobody_holds_any_more_is_answered_like_an_aborted
         answer = running.result(10)
         choice = answer.json()["choices"][0]
         assert answer.status_code == 200 and choice["finish_reason"] == "abort"
-        assert (choice["token_ids"], choice["logprobs"]["token_logprobs"]) == ([], [])
+        # One token: TRL's parser of answers raises on an empty one, and the rollout worker dies of it
+        assert (choice["token_ids"], choice["logprobs"]["token_logprobs"]) == (prompt[-1:], [0.0])
         wait_until(lambda: stats(url)["adapters"] == {})
         assert stats(url)["aborted"] == 1
 
