@@ -137,6 +137,7 @@ run_trainer() {
   trap end_trainer EXIT
   trap 'exit 130' INT
   trap 'exit 143' TERM HUP
+  export PIP_BREAK_SYSTEM_PACKAGES=1 # the image's Python is the distribution's, and the image is ours
   export TRL_EXPERIMENTAL_SILENCE=1 # the pin is exact: that its API may change is no news
   port_is_free || die "port $PROXY_PORT is taken on this machine: set PROXY_PORT to a free one"
   [[ -d $MOUNT ]] || die "MOUNT=$MOUNT is not there: mount the bucket first, read-write"
@@ -351,6 +352,7 @@ follow() { # the log of Job $1 until it has ended; returns if it completed
 
 run() {
   local slot
+  export TRACKIO_SPACE_ID=${TRACKIO_SPACE_ID-${BUCKET%%/*}/async-grpo-lora} # the dashboard; empty for none
   prepare train.py proxy.py serve.sh launch.sh requirements.txt
   for slot in $(seq "$REPLICAS"); do start_replica "$slot"; done
   trainer=$(submit_trainer)

@@ -278,11 +278,12 @@ def highest_published_version() -> int:
 def diagnose(seen: dict) -> tuple[str, str]:
     """(bottleneck, advice with the figures behind it) from TRL's metrics, by the write-up's way of reading a run.
 
-    `seen`: step_s, fwd_bwd_s, rollout_wait_s, weight_sync_s (s, medians), queue (samples), inflight (requests),
-    samples_per_row, and the constants queue_size, max_inflight, token_budget, gradient_checkpointing, sync_steps. A
-    figure that is missing is not used.
+    `seen`: step_s, fwd_bwd_s, rollout_wait_s, weight_sync_s (s, medians), queue (samples), inflight (requests), and the
+    constants queue_size, max_inflight, token_budget, gradient_checkpointing, sync_steps. A figure that is missing is
+    not used.
     """
-    step = seen["step_s"]
+    if not (step := seen.get("step_s")):
+        return "unknown", "one step is too short a run to read"
     sync = (seen.get("weight_sync_s") or 0) / seen["sync_steps"] / step
     busy = seen["fwd_bwd_s"] / step
     wait = seen.get("rollout_wait_s")
@@ -318,8 +319,8 @@ def figures(history: list[dict]) -> dict:
         "step_s": median("perf/step_s"), "fwd_bwd_s": median("perf/fwd_bwd_s"),
         "rollout_wait_s": median("perf/rollout_wait_s"), "weight_sync_s": median("perf/weight_sync_s"),
         "queue": median("sample/rollout_queue_size"), "inflight": median("rollout/inflight"),
-        "samples_per_row": median("batch/samples_per_row"), "queue_size": QUEUE_SIZE, "max_inflight": MAX_INFLIGHT,
-        "token_budget": TOKEN_BUDGET, "gradient_checkpointing": GRADIENT_CHECKPOINTING, "sync_steps": SYNC_STEPS,
+        "queue_size": QUEUE_SIZE, "max_inflight": MAX_INFLIGHT, "token_budget": TOKEN_BUDGET,
+        "gradient_checkpointing": GRADIENT_CHECKPOINTING, "sync_steps": SYNC_STEPS,
     }  # fmt: skip
 
 
@@ -617,6 +618,8 @@ def main():
         say(f"resuming from {checkpoint}" if checkpoint else "no checkpoint to resume from: step 0")
     try:
         trainer.train(resume_from_checkpoint=checkpoint)
+    except requests.RequestException:  # also an OSError, but the proxy's
+        raise
     except OSError as error:
         sys.exit(
             f"[train] {OUTPUT_DIR} refused a write or a read: {error}. Is the bucket mounted read-write, is it full? "

@@ -73,7 +73,7 @@ ROBUST = {
         "robust",
         # One writer: what it has not made is not there. Without asking for that, a save takes half the time.
         ("-onotsup_compat_dir", "-oenable_noobj_cache", *S3FS_GIVE_UP),
-        ("-oro", "-ostat_cache_expire=1", *S3FS_GIVE_UP),  # from 1.91 on also -odisable_noobj_cache
+        ("-oro", "-ostat_cache_expire=1", *S3FS_GIVE_UP),  # and no enable_noobj_cache: a replica asks too early
         "a close uploads, a rename copies file by file; the reader remembers for 1 s what is there, never what is not",
     ),
 }
@@ -87,7 +87,7 @@ SETTINGS = (
     Setting("s3fs", "defaults", (), ("-oro",),
             "a save asks for twice as much; the reader remembers sizes for 15 minutes and cuts a replaced file short"),
     Setting("s3fs", "negative cache", (), ("-oro", "-oenable_noobj_cache"),
-            "asked for too early, a path stays missing, by the manual for 15 minutes (the default from s3fs 1.91 on)"),
+            "a path that was asked for too early stays missing, by the manual for 15 minutes"),
     ROBUST["s3fs"],
 )  # fmt: skip
 NOT_MEASURED = (
@@ -101,9 +101,8 @@ NOT_MEASURED = (
 def missing(tools: tuple[str, ...]) -> list[str]:
     """What this machine lacks to mount with `tools`, each with how to get it."""
     lacks = [] if Path("/dev/fuse").exists() else ["/dev/fuse (docker run --device /dev/fuse --cap-add SYS_ADMIN)"]
-    for program, package in ((tool, tool) for tool in (*tools, "fusermount3")):
-        if not shutil.which(program):
-            lacks.append(f"{program} (apt-get install {'fuse3' if package == 'fusermount3' else package})")
+    packages = {tool: tool for tool in tools} | {"fusermount3": "fuse3"}
+    lacks += [f"{name} (apt-get install {packages[name]})" for name in packages if not shutil.which(name)]
     if not all(importlib.util.find_spec(module) for module in ("moto", "boto3", "flask")):
         lacks.append(f"moto (pip install '{MOTO}')")
     return lacks
@@ -245,7 +244,9 @@ class Run:
         from safetensors import SafetensorError
         from torch.distributed.checkpoint import CheckpointException  # not an Exception, but a BaseException
         from transformers import Qwen2Config, Qwen2ForCausalLM
+        from trl.experimental.async_grpo.async_grpo_trainer import save_lora_adapter
 
+        self.save_lora_adapter = save_lora_adapter
         self.errors = (OSError, ValueError, RuntimeError, SafetensorError, CheckpointException)
 
         heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
@@ -255,14 +256,12 @@ class Run:
         self.model = get_peft_model(Qwen2ForCausalLM(tiny), lora)
 
     def adapter(self, root: Path, version: int) -> Path:
-        from trl.experimental.async_grpo.async_grpo_trainer import save_lora_adapter
-
         with self.torch.no_grad():
             for name, parameter in self.model.named_parameters():
                 if "lora_" in name:
                     parameter.fill_(version)  # no two versions have the same bytes
         path = root / "run" / ".vllm_lora" / f"trl-policy-v{version}"
-        save_lora_adapter(self.model, self.accelerator, "default", str(path))
+        self.save_lora_adapter(self.model, self.accelerator, "default", str(path))
         return path
 
     def checkpoint(self, root: Path, version: int) -> Path:
@@ -378,11 +377,12 @@ class Row:
         seen = [seconds for seconds in self.visible_s if seconds is not None]
         flags = "; ".join(f"{role}: `{' '.join(own) or 'none'}`" for role, own in
                           (("writer", self.setting.writer), ("reader", self.setting.reader)))  # fmt: skip
+        first = "".join(f", {name} first" for name in sorted({part[0] for part in self.in_part}))
         cells = (
             f"{self.setting.tool}, {self.setting.name}", flags, self.verdict,
             f"{statistics.median(self.save_s):.1f} s" if self.save_s else "-",
             f"{statistics.median(seen):.1f} / {max(seen):.1f} s" if seen else "-",
-            f"{len(self.in_part)} of {len(self.visible_s)}" if self.visible_s else "-",
+            f"{len(self.in_part)} of {len(self.visible_s)}{first}" if self.visible_s else "-",
             str(len(self.lost)) if self.visible_s else "-", self.unmounted or "-", self.setting.why,
         )  # fmt: skip
         return "| " + " | ".join(cells) + " |"
@@ -460,7 +460,7 @@ def write_and_watch(row: Row, run: Run, roots: tuple[Path, Path, Path], saves: i
         row.replaced_s = watch.seconds(time.monotonic())
 
 
-def refused(tool: str, how: str, run: Run) -> str:
+def refused(tool: str, how: str, run: Run, heal_s: float = VISIBLE_DEADLINE_S) -> str:
     """A table row: what a save and a checkpoint do while the bucket answers 403 ("403"), is "gone", or "hangs"."""
     with tempfile.TemporaryDirectory() as temporary, s3_server(0.02) as bucket:
         writer = Path(temporary) / "writer"
@@ -480,7 +480,7 @@ def refused(tool: str, how: str, run: Run) -> str:
             bucket.server.send_signal(signal.SIGCONT)
             whole = before.items() <= bucket.files().items()
             bucket.allow_writes()
-            arrived = wait_for(lambda: sum("-v2/" in name for name in bucket.files()) == 3, VISIBLE_DEADLINE_S)
+            arrived = wait_for(lambda: sum("-v2/" in name for name in bucket.files()) == 3, heal_s)
     healed = "never" if arrived is None else f"after {arrived:.0f} s"
     return f"| {tool} | {how} | {saved} | {checkpointed} | {'intact' if whole else 'DAMAGED'} | {healed} |"
 
