@@ -311,7 +311,7 @@ submit_trainer() { # prints the Job's id
   [[ -z $NETWORK_GROUP ]] || submit+=(--network-group "$RUN" --network-alias trainer)
   for name in RUN BUCKET MODEL DATASET EVAL_DATASET MAX_STEPS MAX_STALENESS LORA_RANK CONTEXT MOUNT REPLICAS PORT \
     PROXY_PORT NETWORK_GROUP IMAGE REPLICA_FLAVOR ATTEMPTS TIMEOUT START_MINUTES POLL_S TRACKIO_SPACE_ID; do
-    [[ -z ${!name+set} ]] || submit+=(--env "$name=${!name}")
+    [[ -z ${!name+set} || $name == TRACKIO_SPACE_ID && -z ${!name} ]] || submit+=(--env "$name=${!name}")
   done
   step "${submit[@]}" "$IMAGE" -- bash "$CODE_DIR/launch.sh" trainer
 }
@@ -352,7 +352,8 @@ follow() { # the log of Job $1 until it has ended; returns if it completed
 
 run() {
   local slot
-  export TRACKIO_SPACE_ID=${TRACKIO_SPACE_ID-${BUCKET%%/*}/async-grpo-lora} # the dashboard; empty for none
+  # The dashboard, a Space; set it empty for none. With --local it is on this machine.
+  [[ -n $jobs_api ]] || export TRACKIO_SPACE_ID=${TRACKIO_SPACE_ID-${BUCKET%%/*}/async-grpo-lora}
   prepare train.py proxy.py serve.sh launch.sh requirements.txt
   for slot in $(seq "$REPLICAS"); do start_replica "$slot"; done
   trainer=$(submit_trainer)

@@ -720,12 +720,6 @@ class Handler(socketserver.BaseRequestHandler):
                 except Refused as error:
                     kind = http.client.responses[error.status]
                     self.json(error.status, {"error": {"message": str(error), "type": kind, "code": error.status}})
-            # What the client still sends is read, for closing on unread data would reset the connection, answer and all
-            self.request.shutdown(socket.SHUT_WR)
-            self.request.setblocking(False)
-            self.wire.deadline = time.monotonic() + 2
-            while self.wire.receive():
-                continue
 
     def read(self):
         """Read one request. After one whose end is unclear the connection can't be used again."""

@@ -289,21 +289,18 @@ def do_harm(run: LocalRun, harm: str, amount: float) -> str:
     if harm == "lag":
         run.set_lag(between(LAG_S, amount), torn=True)
         return f"{run.lag:.1f} s, torn"
-    if harm == "kill trainer":
-        run.signal_job(run.jobs("trainer")[-1], signal.SIGKILL)
-        return f"after step {run.last_step()}"
-    replicas = run.jobs("replica", "RUNNING")
-    if not replicas:
+    jobs = run.jobs("trainer" if harm == "kill trainer" else "replica", "RUNNING")
+    if not jobs:
         return ""
-    job = replicas[int(amount * len(replicas))]
-    if harm == "kill replica":
-        run.signal_job(job, signal.SIGKILL)
-        return job["id"]
-    run.signal_job(job, signal.SIGSTOP)
-    thaw = threading.Timer(between(FREEZE_S, amount), run.signal_job, (job, signal.SIGCONT))
-    thaw.daemon = True
-    thaw.start()
-    return f"{job['id']} for {thaw.interval:.0f} s"
+    job = jobs[int(amount * len(jobs))]
+    if harm == "freeze replica":
+        thaw = threading.Timer(between(FREEZE_S, amount), run.signal_job, (job, signal.SIGCONT))
+        thaw.daemon = True
+        thaw.start()
+        run.signal_job(job, signal.SIGSTOP)
+        return f"{job['id']} for {thaw.interval:.0f} s"
+    run.signal_job(job, signal.SIGKILL)
+    return f"{job['id']} after step {run.last_step()}"
 
 
 def checks(run: LocalRun, watch: Watch, rise: float = 0.2) -> list[tuple[str, bool, str]]:
@@ -314,11 +311,8 @@ def checks(run: LocalRun, watch: Watch, rise: float = 0.2) -> list[tuple[str, bo
     ratios += [step["ratio"] for step in history]
     retries = sum(step.get("rollout/vllm_retry_total") or 0 for step in history)
     retries += len(re.findall(r"; retry \d+/\d+ in \d+s", log))
-    gain, mixed = (
-        board["reward_last"] - board["reward_first"],
-        [n for n, files in watch.hashes.items() if len(files) > 1],
-    )
-    left = run.left_running()
+    gain, left = board["reward_last"] - board["reward_first"], run.left_running()
+    mixed = [name for name, files in watch.hashes.items() if len(files) > 1]
     return [
         ("the last step reached", board["steps"] == run.steps, f"{board['steps']} of {run.steps}"),
         ("launch.sh succeeded", run.process.returncode == 0, f"exit code {run.process.returncode}"),

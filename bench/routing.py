@@ -39,7 +39,7 @@ class RoundRobin:
 
 
 class Post:
-    """The write-up's rule, as RECIPE-like prose has it: affinity within MAX_LEAD, else the least loaded."""
+    """The write-up's rule: affinity within MAX_LEAD of the least loaded, else the least loaded."""
 
     def __init__(self):
         self.owners, self.next, self.turn = {}, {}, -1
@@ -148,16 +148,14 @@ def main():
         return print(f"{memory():.0f} bytes a tracked block")
     requests = list(trace(options.groups))
     print(
-        f"{len(requests)} rollouts, {IN_FLIGHT} in flight on {REPLICAS} replicas, a policy every {GROUPS_A_POLICY} groups"
+        f"{len(requests)} rollouts, {IN_FLIGHT} in flight, {REPLICAS} replicas, a policy every {GROUPS_A_POLICY} groups"
     )
-    print(
-        f"{'rule':12} {'affinity':>9} {'spilled':>9} {'unmatched':>10} {'its floor':>10} {'max/mean':>9} {'prefix found':>13}"
-    )
+    row = "{:12} {:>9} {:>9} {:>10} {:>10} {:>9} {:>13}".format
+    print(row("rule", "affinity", "spilled", "unmatched", "its floor", "max/mean", "prefix found"))
     for name, rule in (("ours", Ours()), ("post", Post()), ("round robin", RoundRobin())):
         got = simulate(rule, requests)
-        unmatched = "-" if name == "round robin" else f"{got['unmatched']:.2%}"
-        print(f"{name:12} {got['affinity']:9.2%} {got['spilled']:9.2%} {unmatched:>10} {got['floor']:10.2%} "
-              f"{got['max_over_mean']:9.3f} {got['found']:13.2%}")  # fmt: skip
+        shares = [f"{got[key]:.2%}" for key in ("affinity", "spilled", "unmatched", "floor")]
+        print(row(name, *shares, f"{got['max_over_mean']:.3f}", f"{got['found']:.2%}"))
 
 
 if __name__ == "__main__":

@@ -1,15 +1,14 @@
 # shellcheck shell=bash disable=SC2034,SC2154 # launch.sh reads this file and has the functions and variables
-# What `launch.sh --local` puts in place of a GPU and an account. LOCAL_READER_BUCKETS is a directory that the replicas
-# see in place of the buckets themselves: a lagging mirror, a FUSE mount.
+# What `launch.sh --local` puts in place of a GPU and an account. LOCAL_BUCKETS is the directory that holds the buckets
+# (user/name below it), LOCAL_READER_BUCKETS one that Jobs with a read-only volume see instead: a lagging mirror, mounts.
 
-here=$PWD/.local
+here=$PWD/.local buckets=${LOCAL_BUCKETS:-$PWD/.local/buckets}
 RUN=${RUN:-local-$(date +%Y%m%d-%H%M%S)}
-MAX_STEPS=${MAX_STEPS:-60} REPLICAS=${REPLICAS:-2} START_MINUTES=${START_MINUTES:-5} POLL_S=${POLL_S:-3}
+MAX_STEPS=${MAX_STEPS:-60} REPLICAS=${REPLICAS:-2} START_MINUTES=${START_MINUTES:-5} POLL_S=${POLL_S:-5}
 MODEL=${MODEL:-$here/tiny/model} DATASET=${DATASET:-$here/tiny/sums}
 EVAL_DATASET=${EVAL_DATASET-$here/tiny/held-out-sums}
 BUCKET=local/lora MOUNT=$here/$RUN/lora CODE_DIR=$here/$RUN/code CODE_VOLUME=hf://buckets/local/$RUN-code:$CODE_DIR:ro
 export HF_TOKEN=hf_local RANKS=${RANKS:-2} TRAIN_SCRIPT=${TRAIN_SCRIPT:-local/cpu_train.py} TRACKIO_DIR=$here/trackio
-export TRACKIO_SPACE_ID=''
 export JOBS_API_PASS="RANKS TRAIN_SCRIPT TRACKIO_DIR SAVE_STEPS HF_HUB_DISABLE_UPDATE_CHECK ${JOBS_API_PASS:-}"
 export PATH=$PWD/local:$here/venv/bin:$PATH
 
@@ -32,11 +31,11 @@ start_local() { # everything that the run needs is installed, the small model ma
   [[ -d $here/tiny ]] || python3 local/tiny_model.py "$here/tiny"
 
   port_is_free || die "port $PROXY_PORT is taken on this machine: set PROXY_PORT to a free one"
-  mkdir -p "$here/buckets/local/$RUN-code"
-  cp -r train.py proxy.py serve.sh launch.sh bench/check.sh requirements.txt local "$here/buckets/local/$RUN-code"
+  mkdir -p "$buckets/local/$RUN-code"
+  cp -r train.py proxy.py serve.sh launch.sh bench/check.sh requirements.txt local "$buckets/local/$RUN-code"
   # In a session of its own: Ctrl-C is for launch.sh alone, which cancels the Jobs and then ends the Jobs API.
   exec {announced}< <(exec setsid python3 local/jobs_api.py --with-parent --state "$here/$RUN" \
-    --buckets "$here/buckets" ${LOCAL_READER_BUCKETS:+--reader-buckets "$LOCAL_READER_BUCKETS"} 2>"$here/$RUN.jobs.log")
+    --buckets "$buckets" ${LOCAL_READER_BUCKETS:+--reader-buckets "$LOCAL_READER_BUCKETS"} 2>"$here/$RUN.jobs.log")
   jobs_api=$!
   read -r -t 30 line <&"$announced" || die "local/jobs_api.py did not start: $(tail -3 "$here/$RUN.jobs.log")"
   export HF_ENDPOINT=${line#'[jobs] '}
@@ -50,7 +49,7 @@ end_local() { # after a run with exit code $1; when the Jobs API ends, so do its
   kill "$jobs_api" 2>/dev/null
   read -r -t 60 rest <&"$announced" # until the end of its output: all Jobs have ended
   if (($1 == 0)); then
-    say "everything has ended; the bucket is $here/buckets/$BUCKET/$RUN"
+    say "everything has ended; the bucket is $buckets/$BUCKET/$RUN"
   else
     say "everything has ended; the logs are $here/$RUN/jobs/*/log and $here/$RUN.jobs.log" >&2
   fi

@@ -80,7 +80,7 @@ class Interview:
 def survivor():
     """(the run, its watch, its interview, how often each harm was done)"""
     with (
-        LocalRun(f"test-chaos-{os.getpid()}", STEPS, lag=1, ATTEMPTS="20", SAVE_STEPS="8") as run,
+        LocalRun(f"test-chaos-{os.getpid()}", STEPS, lag=1, ATTEMPTS="20", SAVE_STEPS="8", EVAL_DATASET="") as run,
         Watch(run) as watch,
         Interview(run) as interview,
     ):

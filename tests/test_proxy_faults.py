@@ -562,3 +562,15 @@ def test_rollouts_survive_replicas_that_die_and_return_all_the_time(two):
         assert not wrong, wrong[:3]
         assert set(done) == {200} and stats(url)["ejected"] >= 6
         wait_until(lambda: all(list(fake.adapters) == [f"v{n}" for n in range(5, 10)] for fake in two))
+
+
+def test_a_request_on_its_way_to_a_replica_that_is_taken_out_goes_elsewhere(two):
+    """Its connection did not exist yet when those in use were cut: it must not wait at a replica that may hang."""
+    ours, clients = socket.socketpair()
+    with ours, clients, running_proxy(two, TOKEN, PROBE_S=30) as url:
+        flight = url.fleet.route(None, [], ours, time.monotonic() + 5)
+        url.fleet.eject(flight.replica, flight.owner, "a test")
+        flight.replica.cut()
+        with pytest.raises(EOFError, match="taken out of service"):
+            flight.replica.ask(flight, b"", ours, time.monotonic() + 5)
+        url.fleet.release(flight)
