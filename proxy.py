@@ -12,7 +12,6 @@ SSL_CERT_FILE (optional: certificates to trust instead of the usual ones).
 """
 
 import collections
-import concurrent.futures
 import contextlib
 import http.client
 import itertools
@@ -282,7 +281,7 @@ class Replica:
         answer = self.control("POST", "/reset_prefix_cache?reset_running_requests=true")
         if b'"success":false' in answer.content.replace(b" ", b""):
             raise ReplicaFailed("/reset_prefix_cache did not succeed")
-        self.names.clear()
+        self.names = set(self.adapters)  # they fill it again
 
     def prove(self):
         """Generate one token: /health answers even while the engine hangs. ReplicaFailed if it can't."""
@@ -575,7 +574,6 @@ class Fleet:
             if replica.owner == owner:
                 replica.state, replica.adapters, replica.offers = "joining", {}, {}
                 replica.next_check = time.monotonic() + PROBE_S
-                self.count["readmitted"] += replica.served
 
     def step(self, replica):
         """One thing at a time: unload what is not wanted, offer what is missing, probe, or wait for news."""
@@ -585,7 +583,8 @@ class Fleet:
             taken = {*replica.adapters, *(policy.name for policy in self.policies if policy.retired and policy.users)}
             missing = [policy for policy in wanted if not policy.retired and policy.name not in taken]
             if replica.state == "joining" and not surplus and all(policy.state == "loading" for policy in missing):
-                replica.state, replica.last_answer, replica.served = "ready", now, True
+                self.count["readmitted"] += replica.served
+                replica.state, replica.reason, replica.last_answer, replica.served = "ready", "", now, True
                 self.complete = self.complete or all(r.served for r in self.replicas)
                 say(f"{self.label(replica)} in service, holds {', '.join(replica.adapters) or 'no adapter'}")
                 self.settle()
@@ -597,6 +596,7 @@ class Fleet:
             replica.unload(surplus[0].name)
             with self.changed:
                 replica.adapters.pop(surplus[0].name, None)
+                replica.offers.pop(surplus[0], None)
                 self.settle()
         elif missing and now >= replica.next_offer:
             self.offer(replica, missing[0])
@@ -817,7 +817,8 @@ class Handler(socketserver.BaseRequestHandler):
                 words, headers = replica.ask(flight, self.message(replica), self.request, deadline)
                 if words[1] == b"200" and headers.get(b"content-type", b"").startswith(b"text/event-stream"):
                     return self.stream(flight, headers)
-                status, answer = int(words[1]), b"".join(flight.wire.body(headers))
+                status = int(words[1])
+                answer = b"" if status in (204, 304) else b"".join(flight.wire.body(headers))
                 replica.pool(flight, headers)
             except (OSError, EOFError, ValueError) as error:
                 if time.monotonic() > deadline:
@@ -894,18 +895,15 @@ class Handler(socketserver.BaseRequestHandler):
 
     def broadcast(self):
         """A request that changes state goes to every replica in service; the worst answer is the answer."""
+        how = {"accept": range(1000), "timeout": HOLD_DEADLINE_S, "headers": {"Content-Type": self.kind}}
         with self.fleet.changed:
-            ready = self.fleet.ready()
-
-        def call(replica):
-            owner, headers = replica.owner, {"Content-Type": self.kind}
+            ready, answers = self.fleet.ready(), []
+        for replica in ready:
+            owner = replica.owner
             try:
-                return replica.control(self.method, self.target, range(1000), HOLD_DEADLINE_S, headers, data=self.body)
+                answers.append(replica.control(self.method, self.target, data=self.body, **how))
             except ReplicaFailed as error:
-                return self.fleet.eject(replica, owner, str(error))
-
-        with concurrent.futures.ThreadPoolExecutor(len(ready) or 1) as pool:
-            answers = [answer for answer in pool.map(call, ready) if answer is not None]
+                self.fleet.eject(replica, owner, str(error))
         if not answers:
             raise Refused(503, f"no replica answered: {self.fleet.reasons()}")
         worst = max(answers, key=lambda answer: answer.status_code)
@@ -939,14 +937,15 @@ def main():
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # two sockets a request: 384 come near the usual 1,024
     try:
         server = Server(address, Handler)
-        server.fleet = Fleet(urls, os.environ.get("HF_TOKEN", "").strip())
     except OSError as error:
         sys.exit(f"[proxy] cannot listen on {address[0]}:{address[1]}: {error}. Set PROXY_PORT to a free port")
+    say(f"http://{address[0]}:{address[1]} in front of {len(urls)} replicas: {', '.join(urls)}")
+    try:
+        server.fleet = Fleet(urls, os.environ.get("HF_TOKEN", "").strip())
     except ValueError as error:
         sys.exit(f"[proxy] REPLICA_URLS: {error}")
     threading.Thread(target=server.fleet.report, daemon=True).start()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    say(f"http://{address[0]}:{address[1]} in front of {len(urls)} replicas: {', '.join(urls)}")
     try:
         server.serve_forever()
     except KeyboardInterrupt:

@@ -35,7 +35,7 @@ class RoundRobin:
 
     def route(self, blocks, load):
         self.turn += 1
-        return self.turn % len(load), "unmatched"
+        return self.turn % len(load), "turn"
 
 
 class Post:
@@ -97,7 +97,7 @@ def simulate(rule, requests, in_flight=IN_FLIGHT, replicas=REPLICAS):
     """Route `requests` as they come. A rollout takes its tokens times 15 ms, give or take 10 %."""
     rng, clock, running = random.Random(1), 0.0, []
     load, served, cache = dict.fromkeys(range(replicas), 0), [0] * replicas, [set() for _ in range(replicas)]
-    count, tokens, found, pairs = {"affinity": 0, "spilled": 0, "unmatched": 0}, 0, 0, set()
+    count, tokens, found, pairs = {"affinity": 0, "spilled": 0, "unmatched": 0, "turn": 0}, 0, 0, set()
     for number, (model, prompt, length) in enumerate(requests):
         if len(running) == in_flight:
             clock, _, owner, done = heapq.heappop(running)
@@ -147,9 +147,7 @@ def main():
     if options.memory:
         return print(f"{memory():.0f} bytes a tracked block")
     requests = list(trace(options.groups))
-    print(
-        f"{len(requests)} rollouts, {IN_FLIGHT} in flight, {REPLICAS} replicas, a policy every {GROUPS_A_POLICY} groups"
-    )
+    print(f"{len(requests)} rollouts, {IN_FLIGHT} in flight on {REPLICAS} replicas, {GROUPS_A_POLICY} groups a policy")
     row = "{:12} {:>9} {:>9} {:>10} {:>10} {:>9} {:>13}".format
     print(row("rule", "affinity", "spilled", "unmatched", "its floor", "max/mean", "prefix found"))
     for name, rule in (("ours", Ours()), ("post", Post()), ("round robin", RoundRobin())):

@@ -536,8 +536,11 @@ def test_a_name_with_another_path_is_unloaded_the_cache_reset_and_loaded_anew(tw
     with running_proxy(two, TOKEN) as url:
         prompt = ids(64)
         load(url, "v1", "/lora/v1")
+        load(url, "v3", "/lora/v3")
         prime(two, "v1", prompt)
         rebound(url, two, "v1", "/lora/v2", "weights-2", prompt)
+        prime(two, "v3", prompt)  # v3 was held when the cache was reset, and has filled it again
+        rebound(url, two, "v3", "/lora/v4", "weights-4", prompt)
 
 
 def test_a_name_that_comes_back_after_an_unload_meets_no_old_blocks(two):

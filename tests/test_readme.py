@@ -15,7 +15,7 @@ RUN_BY = {  # a pattern of commands in README.md: the file that runs them, and w
     r"RUN=first \./launch\.sh --stop": ("tests/test_launch.py", "--stop"),
     r"MOUNT=/lora SEED=\d \./serve\.sh docker": ("tests/test_launch.py", "docker"),
     r"MOUNT=/lora RUN=first REPLICA_URLS=\S+ \./launch\.sh trainer": ("tests/test_launch.py", "REPLICA_URLS"),
-    r"TRACKIO_DIR=\S+ \S+/trackio show --project async-grpo-lora": ("tests/test_recipe.py", 'venv/bin/trackio", "show"'),
+    r"TRACKIO_DIR=\S+ \S+/trackio show --project \S+": ("tests/test_recipe.py", 'venv/bin/trackio", "show"'),
 }
 
 

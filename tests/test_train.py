@@ -7,7 +7,8 @@ import pytest
 
 import train
 
-RECIPE = {"sync_steps": 4, "token_budget": 16384, "gradient_checkpointing": False, "queue_size": 512, "max_inflight": 128}
+RECIPE = {"sync_steps": 4, "token_budget": 16384, "gradient_checkpointing": False}
+RECIPE |= {"queue_size": 512, "max_inflight": 128}
 
 
 @pytest.mark.parametrize(
