@@ -13,8 +13,8 @@ RUN_BY = {  # a pattern of commands in README.md: the file that runs them, and w
     r"BUCKET=me/lora RUN=first \./launch\.sh": ("tests/test_launch.py", "./launch.sh"),
     r"RUN=first \./launch\.sh --attach": ("tests/test_launch.py", "--attach"),
     r"RUN=first \./launch\.sh --stop": ("tests/test_launch.py", "--stop"),
-    r"MOUNT=/lora SEED=\d \./serve\.sh docker": ("tests/test_launch.py", "docker"),
-    r"MOUNT=/lora RUN=first REPLICA_URLS=\S+ \./launch\.sh trainer": ("tests/test_launch.py", "REPLICA_URLS"),
+    r"BIND=\S+ SEED=\d \./serve\.sh docker": ("tests/test_launch.py", "docker"),
+    r"RUN=first REPLICA_URLS=\S+ \./launch\.sh trainer": ("tests/test_launch.py", "REPLICA_URLS"),
     r"TRACKIO_DIR=\S+ \S+/trackio show --project \S+": ("tests/test_recipe.py", 'venv/bin/trackio", "show"'),
 }
 
