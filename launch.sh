@@ -137,7 +137,6 @@ run_trainer() {
   trap end_trainer EXIT
   trap 'exit 130' INT
   trap 'exit 143' TERM HUP
-  export PIP_BREAK_SYSTEM_PACKAGES=1 # the image's Python is the distribution's, and the image is ours
   export TRL_EXPERIMENTAL_SILENCE=1 # the pin is exact: that its API may change is no news
   port_is_free || die "port $PROXY_PORT is taken on this machine: set PROXY_PORT to a free one"
   [[ -d $MOUNT ]] || die "MOUNT=$MOUNT is not there: mount the bucket first, read-write"
@@ -146,6 +145,7 @@ run_trainer() {
     date >"$(mktemp "$output/.attempts/$JOB_ID.XXXXXX")"
     attempt=$(find "$output/.attempts" -name "$JOB_ID.*" | wc -l)
     say "attempt $attempt of $ATTEMPTS"
+    export PIP_BREAK_SYSTEM_PACKAGES=1 # the image's Python is the distribution's, and the image is this Job's alone
   fi
 
   for try in 1 2 3; do

@@ -881,8 +881,8 @@ class Handler(socketserver.BaseRequestHandler):
         flight.replica.pool(flight, headers)
 
     def abort(self, policy, tokens):
-        """Nobody holds the policy any more, so the rollout can't go on; it is beyond max_staleness, so TRL will drop its
-        sample. An error TRL would try again 90 times and then die of; so it gets an answer like that to an aborted
+        """Nobody holds the policy any more, so the rollout can't go on; it is beyond max_staleness, so TRL will drop
+        its sample. An error TRL would try again 90 times and then die of; so it gets an answer like that to an aborted
         request, with one token, for its parser of answers breaks on none."""
         with self.fleet.changed:
             self.fleet.count["aborted"] += 1

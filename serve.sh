@@ -40,7 +40,6 @@ if [[ -z $bound ]]; then
   echo "[serve] LORA_RANK=$LORA_RANK: vLLM takes at most 512" >&2
   exit 2
 fi
-
 mode=${1:-job}
 [[ $mode != job ]] || BIND=0.0.0.0 # exposed ports, and other Jobs, reach only what listens on every interface
 

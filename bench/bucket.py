@@ -36,6 +36,7 @@ MOUNT_DEADLINE_S, END_DEADLINE_S = 20, 10  # for a mount to appear, and for a pr
 VISIBLE_DEADLINE_S = 20  # "not seen": four times what the slowest working mount needs
 LOOK_S = 0.05  # between two looks at the reader; the proxy offers an adapter every 0.5 s
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+FORGET_S = 2  # after which a robust reader asks the bucket again: twice the longest of its caches
 KEPT = 6  # adapters that stay on the bucket, as with TRL's max_staleness=4
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
@@ -85,7 +86,7 @@ SETTINGS = (
             "the reader lists a directory again after 5 minutes"),
     ROBUST["rclone"],
     Setting("s3fs", "defaults", (), ("-oro",),
-            "a save asks for twice as much; the reader remembers sizes for 15 minutes and cuts a replaced file short"),
+            "a save asks twice as many questions; the reader remembers a file's size for 15 minutes"),
     Setting("s3fs", "negative cache", (), ("-oro", "-oenable_noobj_cache"),
             "a path that was asked for too early stays missing, by the manual for 15 minutes"),
     ROBUST["s3fs"],
@@ -126,9 +127,12 @@ class Bucket:
 
     def files(self) -> dict[str, bytes]:
         """Every object's key and content, without s3fs's markers of directories."""
-        client = self.client()
-        keys = [item["Key"] for item in client.list_objects_v2(Bucket=self.name).get("Contents", [])]
-        return {k: client.get_object(Bucket=self.name, Key=k)["Body"].read() for k in keys if not k.endswith("/")}
+        client, found = self.client(), {}
+        for key in (item["Key"] for item in client.list_objects_v2(Bucket=self.name).get("Contents", [])):
+            if not key.endswith("/"):
+                with contextlib.suppress(client.exceptions.NoSuchKey):  # deleted or renamed since it was listed
+                    found[key] = client.get_object(Bucket=self.name, Key=key)["Body"].read()
+        return found
 
     def refuse_writes(self) -> None:
         objects = f"arn:aws:s3:::{self.name}/*"
@@ -214,7 +218,7 @@ def mount(tool: str, bucket: Bucket, path: str | Path, role: str, flags: tuple[s
             yield process
         finally:
             # Lazily, so that a reader still in there cannot keep it; an error means that it is gone already.
-            subprocess.run(["fusermount3", "-u", "-z", path], capture_output=True, timeout=END_DEADLINE_S)
+            subprocess.run(["fusermount3", "-u", "-z", path], check=False, capture_output=True, timeout=END_DEADLINE_S)
             try:
                 process.wait(END_DEADLINE_S)
             except subprocess.TimeoutExpired:  # stuck in a request that its server does not answer
@@ -353,6 +357,7 @@ class Row:
     in_part: list[list[str]] = dataclasses.field(default_factory=list)  # for each save that was: what was seen first
     checkpoint_s: float | None = None
     replaced_s: float | None = None
+    stale: bool = False  # a file replaced while nobody looked is read cut short, or old, FORGET_S later
     lost: list[str] = dataclasses.field(default_factory=list)  # files that the bucket lacks, or holds otherwise
     third: str = ""  # why a fresh mount could not load everything
     unmounted: str = ""  # files in the bucket of those written just before an unmount
@@ -367,7 +372,9 @@ class Row:
             return f"no: not seen in {VISIBLE_DEADLINE_S} s"
         if self.replaced_s is None:
             return f"in part: a replaced file is not seen in {VISIBLE_DEADLINE_S} s"
-        return f"no: {self.third}" if self.third else "yes"
+        if self.third:
+            return f"no: {self.third}"
+        return f"yes, but a replaced file is cut short or old after {FORGET_S} s" if self.stale else "yes"
 
     def log(self) -> dict:
         """What the table leaves out: each save, and which files were seen or lost."""
@@ -400,7 +407,7 @@ def measure(setting: Setting, run: Run, saves: int = 10, spacing_s: float = 2.0,
         with mount(setting.tool, bucket, writer, "writer", setting.writer):
             with mount(setting.tool, bucket, reader, "reader", setting.reader):
                 try:
-                    write_and_watch(row, run, (truth, writer, reader), saves, spacing_s)
+                    write_and_watch(row, run, bucket, (truth, writer, reader), saves, spacing_s)
                 except run.errors as error:
                     row.failed = named(error)
                     return row
@@ -420,7 +427,9 @@ def measure(setting: Setting, run: Run, saves: int = 10, spacing_s: float = 2.0,
     return row
 
 
-def write_and_watch(row: Row, run: Run, roots: tuple[Path, Path, Path], saves: int, spacing_s: float) -> None:
+def write_and_watch(
+    row: Row, run: Run, bucket: Bucket, roots: tuple[Path, Path, Path], saves: int, spacing_s: float
+) -> None:
     """What a run writes, to a plain directory (`truth`) as well; fills `row` with what the reader sees of it."""
     truth, writer, reader = roots
     watches = []
@@ -458,6 +467,11 @@ def write_and_watch(row: Row, run: Run, roots: tuple[Path, Path, Path], saves: i
         watch = Watch(reader / relative.parent, {relative.name: (truth / relative).read_bytes()})
         run.replace(writer, version)
         row.replaced_s = watch.seconds(time.monotonic())
+    content = run.replace(truth, 333).read_bytes()
+    run.replace(writer, 333)
+    wait_for(lambda: bucket.files().get(str(relative)) == content, VISIBLE_DEADLINE_S)
+    time.sleep(FORGET_S)
+    row.stale = (reader / relative).is_file() and (reader / relative).read_bytes() != content
 
 
 def refused(tool: str, how: str, run: Run, heal_s: float = VISIBLE_DEADLINE_S) -> str:

@@ -7,7 +7,7 @@ While `./launch.sh --local` trains for real (two vLLM replicas, two FSDP2 ranks)
     kill replica     SIGKILL to all processes of a replica's Job; the trainer Job starts another and tells the proxy
     kill trainer     SIGKILL to all processes of the trainer Job, at any moment once it has saved a checkpoint since its
                      last death; the Jobs API starts the next attempt, which resumes
-    freeze replica   SIGSTOP for 2 to 60 s, as a machine that hangs
+    freeze replica   SIGSTOP for 2 to 40 s, as a machine that hangs
     cut connections  every connection through the Jobs' exposed ports, at once
     lag              from then on the replicas see the bucket up to 8 s late, each directory first without its weights,
                      then with half of them
@@ -41,7 +41,7 @@ from jobs_api import job_processes
 
 ROOT = Path(__file__).resolve().parent.parent
 HARMS = ("kill replica", "kill trainer", "freeze replica", "cut connections", "lag")
-FREEZE_S, LAG_S, MOMENT_S = (2, 60), (0.5, 8), (0, 8)  # what a plan's `amount` of 0 and of 1 stand for
+FREEZE_S, LAG_S, MOMENT_S = (2, 40), (0.5, 8), (0, 8)  # what a plan's `amount` of 0 and of 1 stand for
 CHECKPOINT_S = 300  # s without a new checkpoint after which a run is not recovering
 FINISH_S = 900  # s for the start of a run, and again for its end once the last harm is done
 COUNTS = ("routed", "retried", "ejected", "readmitted", "held")  # of the proxy's /stats
@@ -341,10 +341,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--minutes", type=float, default=10, help="how long harm is done, from the first step on")
     parser.add_argument("--seed", type=int, default=random.randrange(10_000), help="of the harms (default: any)")
-    parser.add_argument("--steps", type=int, help="optimizer steps of the run (default: 10 a minute)")
+    parser.add_argument("--steps", type=int, help="optimizer steps of the run (default: 16 a minute)")
     parser.add_argument("--every", type=float, default=15, help="seconds between two harms, on average")
     options = parser.parse_args()
-    steps = options.steps or round(10 * options.minutes)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the run must not outlive this
+    steps = options.steps or round(16 * options.minutes)
     say(f"seed {options.seed}: {options.minutes:g} minutes of harm, {steps} steps")
     name = f"chaos-{time.strftime('%Y%m%d-%H%M%S')}"
     with LocalRun(name, steps, lag=1, ATTEMPTS="50", SAVE_STEPS="8") as run, Watch(run) as watch:

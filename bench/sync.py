@@ -18,6 +18,7 @@ import contextlib
 import os
 import re
 import shutil
+import signal
 import statistics
 import sys
 import time
@@ -148,6 +149,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=32, help="optimizer steps of each run; a sync every 4")
     parser.add_argument("--lag", type=float, default=3, help="seconds by which the replicas' mounts are late")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # a run must not outlive this
     name = f"sync-{time.strftime('%Y%m%d-%H%M%S')}"
     return 0 if report({
         "blocking": blocking(f"{name}-blocking", options.steps, options.lag),
