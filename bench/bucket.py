@@ -86,7 +86,7 @@ SETTINGS = (
             "the reader lists a directory again after 5 minutes"),
     ROBUST["rclone"],
     Setting("s3fs", "defaults", (), ("-oro",),
-            "a save asks twice as many questions; the reader remembers a file's size for 15 minutes"),
+            "a save asks twice as many questions; a size that the reader was asked for stays for 15 minutes"),
     Setting("s3fs", "negative cache", (), ("-oro", "-oenable_noobj_cache"),
             "a path that was asked for too early stays missing, by the manual for 15 minutes"),
     ROBUST["s3fs"],
@@ -454,6 +454,8 @@ def write_and_watch(
         row.visible_s.append(watch.seconds(saved))
         if watch.seen_in_part:
             row.in_part.append(watch.seen_in_part)
+    if None in row.visible_s:  # it cannot carry the recipe, whatever it makes of the rest
+        return
 
     # No two saves of a checkpoint are equal (torch writes a random id), so the truth is what the writer reads back.
     relative = run.checkpoint(writer, saves).relative_to(writer)
@@ -468,6 +470,7 @@ def write_and_watch(
         run.replace(writer, version)
         row.replaced_s = watch.seconds(time.monotonic())
     content = run.replace(truth, 333).read_bytes()
+    (reader / relative).stat()  # by somebody who only wants to know whether it is there
     run.replace(writer, 333)
     wait_for(lambda: bucket.files().get(str(relative)) == content, VISIBLE_DEADLINE_S)
     time.sleep(FORGET_S)
