@@ -33,6 +33,7 @@ import torch
 from accelerate.utils import broadcast_object_list
 from datasets import load_dataset
 from peft import LoraConfig
+from torch.distributed.checkpoint.api import CheckpointException
 from transformers import AutoTokenizer, PrinterCallback, TrainerCallback
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 from trl.experimental.async_grpo.async_grpo_trainer import save_lora_adapter
@@ -620,7 +621,7 @@ def main():
         trainer.train(resume_from_checkpoint=checkpoint)
     except requests.RequestException:  # also an OSError, but the proxy's
         raise
-    except OSError as error:
+    except (OSError, CheckpointException) as error:
         sys.exit(
             f"[train] {OUTPUT_DIR} refused a write or a read: {error}. Is the bucket mounted read-write, is it full? "
             "Everything up to the newest checkpoint is kept: launch again with the same RUN"

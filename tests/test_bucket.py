@@ -1,4 +1,4 @@
-"""Mounts: the lagging mirror, and rclone and s3fs with bench/bucket.py's robust flags. Under a minute.
+"""Mounts: the lagging mirror, and rclone and s3fs with the robust flags of bench/bucket.py. A minute on two idle cores.
 
 python -m pytest tests/test_bucket.py
 """
