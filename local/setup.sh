@@ -10,6 +10,7 @@ EVAL_DATASET=${EVAL_DATASET-$here/tiny/held-out-sums}
 BUCKET=local/lora MOUNT=$here/$RUN/lora CODE_DIR=$here/$RUN/code CODE_VOLUME=hf://buckets/local/$RUN-code:$CODE_DIR:ro
 export HF_TOKEN=hf_local RANKS=${RANKS:-2} TRAIN_SCRIPT=${TRAIN_SCRIPT:-local/cpu_train.py} TRACKIO_DIR=$here/trackio
 unset TRACKIO_SPACE_ID # the dashboard of a local run is on this machine
+export HF_HUB_OFFLINE=0 # and so is its Hub: whoever works offline can run it, too
 export JOBS_API_PASS="RANKS TRAIN_SCRIPT TRACKIO_DIR SAVE_STEPS HF_HUB_DISABLE_UPDATE_CHECK ${JOBS_API_PASS:-}"
 export PATH=$PWD/local:$here/venv/bin:$PATH
 

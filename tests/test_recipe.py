@@ -40,7 +40,7 @@ def processes_of(run: str) -> list[str]:
 def run():
     """(output of the launcher, the run's directory in the bucket)."""
     name = f"test-{os.getpid()}"
-    environment = os.environ | {"RUN": name, "MAX_STEPS": str(STEPS)}
+    environment = os.environ | {"RUN": name, "MAX_STEPS": str(STEPS), "HF_HUB_OFFLINE": "1"}  # as many have it set
     before = subprocess.run(["git", "status", "--porcelain"], cwd=ROOT, capture_output=True, text=True, check=True)
     done = subprocess.run(
         ["./launch.sh", "--local"], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1200
