@@ -277,7 +277,7 @@ preflight() {
   [[ ! $who =~ \"role\":\ *\"fineGrained\" || $who == *job.write* ]] ||
     say "this fine-grained token does not name the permission job.write: Jobs may be refused"
   [[ $BUCKET =~ ^[^/[:space:]]+/[^/[:space:]]+$ ]] || die "set BUCKET=user/name, for example BUCKET=me/lora"
-  active=$(listed --quiet) || die "Jobs cannot be listed, see the error of hf above: they need a Pro, Team or Enterprise plan"
+  active=$(listed --quiet) || die "Jobs cannot be listed, as hf says above: they need a Pro, Team or Enterprise plan"
   [[ -z $active ]] || die "run $RUN is going already: ./launch.sh --attach or --stop, or another RUN"
 }
 

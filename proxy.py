@@ -22,7 +22,6 @@ import resource
 import select
 import signal
 import socket
-import socketserver
 import ssl
 import struct
 import sys
@@ -47,6 +46,7 @@ CLIENT_S = 60  # s for a client to send a request it began, or to take an answer
 IDLE_S = 4  # s an idle connection to a replica is used again: vLLM closes them after 5
 MAX_RESENDS = 4  # failures after which a request is taken for their cause and gets the error
 MAX_BODY = 64 << 20  # bytes of one request
+ACCEPTORS = 64  # threads that wait for new connections, however many are open
 REPORT_S = 60  # s between summary lines
 MANY = -1  # successor of a block that several prompts continue differently (no block: hash() is never -1)
 COMPLETIONS = ("/v1/completions", "/v1/chat/completions")
@@ -698,28 +698,29 @@ class Fleet:
             before = now
 
 
-class Handler(socketserver.BaseRequestHandler):
+class Handler:
     """One client connection, one thread: read a request, dispatch it by route, answer, until the client closes."""
 
-    def handle(self):
-        self.wire, self.fleet, self.keep_alive = Wire(self.request), self.server.fleet, True
+    def __init__(self, client, fleet):
+        self.wire, self.client, self.fleet, self.keep_alive = Wire(client), client, fleet, True
         # The kernel ends this socket's waits: a poll before each recv would be a system call, and a turn of the
         # interpreter's lock among hundreds of threads, more
         limit = struct.pack("ll", int(CLIENT_S), int(CLIENT_S % 1 * 1e6))
-        self.request.setblocking(True)
-        self.request.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
-        self.request.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
-        with contextlib.suppress(ClientGone, OSError, EOFError):  # nobody is left to answer
-            while self.keep_alive:
-                self.wire.deadline = time.monotonic() + 24 * 3600  # idle
-                self.wire.buffer = self.wire.buffer or self.wire.receive()
-                self.wire.deadline = time.monotonic() + CLIENT_S
-                try:
-                    self.read()
-                    self.dispatch()
-                except Refused as error:
-                    kind = http.client.responses[error.status]
-                    self.json(error.status, {"error": {"message": str(error), "type": kind, "code": error.status}})
+        client.setblocking(True)
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+
+    def handle(self):
+        while self.keep_alive:
+            self.wire.deadline = time.monotonic() + 24 * 3600  # idle
+            self.wire.buffer = self.wire.buffer or self.wire.receive()
+            self.wire.deadline = time.monotonic() + CLIENT_S
+            try:
+                self.read()
+                self.dispatch()
+            except Refused as error:
+                kind = http.client.responses[error.status]
+                self.json(error.status, {"error": {"message": str(error), "type": kind, "code": error.status}})
 
     def read(self):
         """Read one request. After one whose end is unclear the connection can't be used again."""
@@ -809,12 +810,12 @@ class Handler(socketserver.BaseRequestHandler):
         """Send the request to one replica, and whenever that one fails to another, until one answers."""
         fleet, deadline, failures = self.fleet, time.monotonic() + HOLD_DEADLINE_S, 0
         while True:
-            flight = fleet.route(policy, blocks, self.request, deadline)
+            flight = fleet.route(policy, blocks, self.client, deadline)
             if flight is None:
                 return self.abort(policy, tokens)
             replica, answer = flight.replica, None
             try:
-                words, headers = replica.ask(flight, self.message(replica), self.request, deadline)
+                words, headers = replica.ask(flight, self.message(replica), self.client, deadline)
                 if words[1] == b"200" and headers.get(b"content-type", b"").startswith(b"text/event-stream"):
                     return self.stream(flight, headers)
                 status = int(words[1])
@@ -924,8 +925,39 @@ class Handler(socketserver.BaseRequestHandler):
             raise ClientGone from error
 
 
-class Server(socketserver.ThreadingTCPServer):
-    allow_reuse_address, daemon_threads, request_queue_size = True, True, 1024
+class Server:
+    """One thread a connection. ACCEPTORS threads wait for one, and whichever gets it starts another in its place. A
+    single thread that accepts for all needs a turn among hundreds for each: the last of 384 would wait for seconds."""
+
+    def __init__(self, address):
+        self.socket = socket.create_server(address, backlog=1024)  # OSError: taken, or not an address of this machine
+        self.fleet = None
+
+    def start(self, fleet):
+        self.fleet = fleet
+        for _ in range(ACCEPTORS):
+            threading.Thread(target=self.serve, daemon=True).start()
+
+    def serve(self):
+        replaced = False
+        while not replaced:
+            try:
+                client = self.socket.accept()[0]
+            except OSError:  # too many open files, for instance: others will be closed
+                if self.socket.fileno() < 0:
+                    return
+                time.sleep(0.1)
+                continue
+            with contextlib.suppress(RuntimeError):  # no thread to be had: this one comes back
+                threading.Thread(target=self.serve, daemon=True).start()
+                replaced = True
+            with client, contextlib.suppress(ClientGone, OSError, EOFError):  # nobody is left to answer
+                Handler(client, self.fleet).handle()
+                client.shutdown(socket.SHUT_WR)
+
+    def close(self):
+        self.socket.shutdown(socket.SHUT_RDWR)
+        self.socket.close()
 
 
 def main():
@@ -936,18 +968,18 @@ def main():
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # two sockets a request: 384 come near the usual 1,024
     try:
-        server = Server(address, Handler)
+        server = Server(address)
     except OSError as error:
         sys.exit(f"[proxy] cannot listen on {address[0]}:{address[1]}: {error}. Set PROXY_PORT to a free port")
     say(f"http://{address[0]}:{address[1]} in front of {len(urls)} replicas: {', '.join(urls)}")
     try:
-        server.fleet = Fleet(urls, os.environ.get("HF_TOKEN", "").strip())
+        fleet = Fleet(urls, os.environ.get("HF_TOKEN", "").strip())
     except ValueError as error:
         sys.exit(f"[proxy] REPLICA_URLS: {error}")
-    threading.Thread(target=server.fleet.report, daemon=True).start()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    server.start(fleet)
     try:
-        server.serve_forever()
+        fleet.report()
     except KeyboardInterrupt:
         say("stopped")
 

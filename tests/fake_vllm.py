@@ -334,19 +334,17 @@ def running_proxy(fakes, token="", ready=True, **constants):
     before = {name: getattr(proxy, name) for name in constants}
     for name, value in constants.items():
         setattr(proxy, name, value)
-    server = proxy.Server(("127.0.0.1", 0), proxy.Handler)
-    server.fleet = proxy.Fleet([fake if isinstance(fake, str) else fake.url for fake in fakes], token)
-    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
-    url = Url(f"http://127.0.0.1:{server.server_address[1]}")
-    url.fleet = server.fleet
+    server, fleet = proxy.Server(("127.0.0.1", 0)), proxy.Fleet([getattr(fake, "url", fake) for fake in fakes], token)
+    server.start(fleet)
+    url = Url(f"http://127.0.0.1:{server.socket.getsockname()[1]}")
+    url.fleet = fleet
     try:
         if ready:
-            wait_until(lambda: server.fleet.health()[0] == 200)
+            wait_until(lambda: fleet.health()[0] == 200)
         yield url
     finally:
-        server.shutdown()
-        server.server_close()
-        server.fleet.set_replicas([])
+        server.close()
+        fleet.set_replicas([])
         for name, value in before.items():
             setattr(proxy, name, value)
 

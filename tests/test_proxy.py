@@ -5,6 +5,7 @@ import importlib.util
 import json
 import os
 import random
+import resource
 import signal
 import socket
 import ssl
@@ -24,6 +25,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import fake_vllm
 from fake_vllm import BASE, FakeVLLM, running_proxy, wait_until
+
+import proxy
 
 PROXY = Path(__file__).resolve().parent.parent / "proxy.py"
 RANDOM = random.Random(0)
@@ -775,27 +778,61 @@ def test_a_redirected_control_call_is_not_followed():
         assert not elsewhere.log
 
 
-def test_the_program_itself(two, tmp_path):
+@pytest.fixture
+def program(two, tmp_path):
+    """proxy.py as its users start it: (its process, its environment, its log, its port)."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     env = {**os.environ, "REPLICA_URLS": f"{two[0].url}, {two[1].url}/", "HF_TOKEN": TOKEN, "PROXY_PORT": str(port)}
     log = tmp_path / "log"
     with log.open("w") as out:
-        program = subprocess.Popen([sys.executable, PROXY], env=env, stdout=out, stderr=subprocess.STDOUT)
+        process = subprocess.Popen([sys.executable, PROXY], env=env, stdout=out, stderr=subprocess.STDOUT)
     try:
-        url = f"http://127.0.0.1:{port}"
         wait_until(lambda: log.read_text().count("in service") == 2)
-        assert requests.get(f"{url}/health").status_code == 200
-        assert text(ask(url, ids(20))) == "base"
-        second = subprocess.run(
-            [sys.executable, PROXY], check=False, env=env, capture_output=True, text=True, timeout=20
-        )
-        assert second.returncode == 1 and f"cannot listen on 127.0.0.1:{port}" in second.stderr
-        program.send_signal(signal.SIGTERM)
-        assert program.wait(5) == 0
+        yield process, env, log, port
     finally:
-        program.kill()
+        process.kill()
+        process.wait()
+
+
+def test_the_program_itself(program):
+    process, env, log, port = program
+    url = f"http://127.0.0.1:{port}"
+    assert requests.get(f"{url}/health").status_code == 200
+    assert text(ask(url, ids(20))) == "base"
+    second = subprocess.run([sys.executable, PROXY], check=False, env=env, capture_output=True, text=True, timeout=20)
+    assert second.returncode == 1 and f"cannot listen on 127.0.0.1:{port}" in second.stderr
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(5) == 0
     assert TOKEN not in log.read_text() and all(line.startswith("[proxy] ") for line in log.read_text().splitlines())
+
+
+def test_more_connections_than_files_may_be_open_wait_until_others_close(program):
+    process, _, log, port = program
+    limit = len(os.listdir(f"/proc/{process.pid}/fd")) + proxy.ACCEPTORS + 20  # one that waits has its file already
+    resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (limit, limit))
+    open_ones = [socket.create_connection(("127.0.0.1", port)) for _ in range(100)]  # more than it has acceptors
+    wait_until(lambda: "Too many open files" in log.read_text())  # the health checks, too
+    for connection in open_ones:
+        connection.close()
+    wait_until(lambda: requests.get(f"http://127.0.0.1:{port}/health", timeout=10).status_code == 200)
+    for _ in range(100):
+        assert stats(f"http://127.0.0.1:{port}")
+    assert "Traceback" not in log.read_text()
+
+
+def test_without_threads_for_more_connections_it_serves_on(two, monkeypatch):
+    with running_proxy(two, TOKEN) as url:
+        start = threading.Thread.start
+
+        def refuse_acceptors(thread):
+            if thread._target and thread._target.__name__ == "serve":
+                raise RuntimeError("can't start new thread")
+            start(thread)
+
+        monkeypatch.setattr(threading.Thread, "start", refuse_acceptors)
+        for _ in range(2 * proxy.ACCEPTORS):
+            assert requests.get(f"{url}/health", timeout=10).status_code == 200
 
 
 @pytest.mark.parametrize(("urls", "message"), [("", "REPLICA_URLS is empty"), ("localhost:8000", "http(s)://host")])
