@@ -34,6 +34,7 @@ import requests
 BLOCK = 16  # tokens: vLLM's KV block; only whole blocks can be found again in its prefix cache
 MAX_LEAD = 8  # requests: how far a holder of the prefix may be ahead of the least loaded replica and still get it
 TABLE_BLOCKS = 500_000  # blocks remembered, the least recently used goes; Router says what they take
+UNREAD_BYTES = 64 << 20  # of answers that no next turn has followed yet: 3,000 long ones; the oldest go
 PASS_PAUSE = False  # True passes /pause and /resume on: needed only when full weights are swapped under one name
 RETRY_S = (0.1, 0.2, 0.4, 0.5)  # s between offers of an adapter that a mount does not show yet; the last one repeats
 LOAD_DEADLINE_S = 300  # s until an adapter that a replica never sees counts as failed there
@@ -63,10 +64,14 @@ class Router:
     The table maps a block's hash to (owners as a bit mask, the one block seen after it or MANY). A block takes about
     190 bytes, so the table is bounded at 95 MB (`python bench/routing.py --memory` measures it). An owner that leaves
     is forgotten by giving it a new number: the old bit is never asked for again.
+
+    Answers wait beside it as they came, UNREAD_BYTES of them, until a prompt goes on where theirs ended: most rollouts
+    have one turn, and to read an answer's ids takes longer than to route its prompt.
     """
 
     def __init__(self, capacity=TABLE_BLOCKS):
         self.table, self.capacity, self.turn = collections.OrderedDict(), capacity, 0
+        self.answers, self.unread = collections.OrderedDict(), 0  # {last whole block of a prompt: [answer]}; bytes
 
     @staticmethod
     def blocks(chain, tokens):
@@ -104,8 +109,7 @@ class Router:
         return idle[self.turn % len(idle)], "spilled" if holders else "unmatched"
 
     def remember(self, blocks, owner):
-        """`owner` now holds `blocks`, which follow each other. An answer's are given without its prompt's, whose
-        successors they must not become: eight answers to one prompt would make the prompt look common."""
+        """`owner` now holds `blocks`, which follow each other."""
         successor = None
         for block in reversed(blocks):  # the first one last: the tail of a chain is the first to be forgotten
             owners, known = self.table.get(block, (0, None))
@@ -116,6 +120,28 @@ class Router:
             successor = block
         while len(self.table) > self.capacity:
             self.table.popitem(last=False)
+
+    def heard(self, chain, rest, answer, owner):
+        """`owner` generated `answer` (token ids as JSON) after a prompt that ends with the whole block `chain` and the
+        ids `rest`: it holds the blocks of both."""
+        self.answers.setdefault(chain, []).append((rest, answer, owner))
+        self.answers.move_to_end(chain)
+        self.unread += len(answer) + 500
+        while self.unread > UNREAD_BYTES:
+            self.take(next(iter(self.answers)))
+
+    def take(self, chain):
+        answers = self.answers.pop(chain, ())
+        self.unread -= sum(len(answer) + 500 for _, answer, _ in answers)
+        return answers
+
+    def recall(self, chain, blocks):
+        """Remember the answers that a prompt (its blocks, chained to `chain`) can go on from. They are not remembered
+        as successors of their prompt's blocks: eight answers to one prompt would make the prompt look common."""
+        for block in (chain, *blocks[:-1]):
+            for rest, answer, owner in self.take(block):
+                with contextlib.suppress(ValueError, TypeError):  # they are not token ids after all
+                    self.remember(self.blocks(block, rest + json.loads(answer)), owner)
 
 
 class Refused(Exception):
@@ -804,6 +830,8 @@ class Handler:
         except TypeError as error:
             raise Refused(400, f"'prompt' must hold token ids only: {error}") from error
         with self.fleet.using(model) as policy:
+            with self.fleet.changed:
+                self.fleet.router.recall(hash(model), blocks)
             self.forward(policy, model, tokens, blocks)
 
     def forward(self, policy=None, model="", tokens=(), blocks=()):
@@ -850,12 +878,11 @@ class Handler:
 
     def learn(self, model, tokens, blocks, owner, answer):
         """The next turn of this conversation begins with prompt and answer, whose KV blocks `owner` has."""
-        start = answer.find(b'"token_ids":[') + len(b'"token_ids":')
-        with contextlib.suppress(ValueError, TypeError):  # none asked for, or compressed: nothing to learn from
-            said = json.loads(answer[start : answer.index(b"]", start) + 1])
-            new = Router.blocks(blocks[-1] if blocks else hash(model), tokens[len(blocks) * BLOCK :] + said)
+        ids, end, _ = answer.partition(b'"token_ids":[')[2].partition(b"]")
+        if end:  # else none were asked for, or the answer is compressed
+            chain, rest = blocks[-1] if blocks else hash(model), tokens[len(blocks) * BLOCK :]
             with self.fleet.changed:
-                self.fleet.router.remember(new, owner)
+                self.fleet.router.heard(chain, rest, b"[%b]" % ids, owner)
 
     def relay(self, flight, status, headers, answer):
         if status >= 400:
@@ -925,39 +952,24 @@ class Handler:
             raise ClientGone from error
 
 
-class Server:
-    """One thread a connection. ACCEPTORS threads wait for one, and whichever gets it starts another in its place. A
-    single thread that accepts for all needs a turn among hundreds for each: the last of 384 would wait for seconds."""
-
-    def __init__(self, address):
-        self.socket = socket.create_server(address, backlog=1024)  # OSError: taken, or not an address of this machine
-        self.fleet = None
-
-    def start(self, fleet):
-        self.fleet = fleet
-        for _ in range(ACCEPTORS):
-            threading.Thread(target=self.serve, daemon=True).start()
-
-    def serve(self):
-        replaced = False
-        while not replaced:
-            try:
-                client = self.socket.accept()[0]
-            except OSError:  # too many open files, for instance: others will be closed
-                if self.socket.fileno() < 0:
-                    return
-                time.sleep(0.1)
-                continue
-            with contextlib.suppress(RuntimeError):  # no thread to be had: this one comes back
-                threading.Thread(target=self.serve, daemon=True).start()
-                replaced = True
-            with client, contextlib.suppress(ClientGone, OSError, EOFError):  # nobody is left to answer
-                Handler(client, self.fleet).handle()
-                client.shutdown(socket.SHUT_WR)
-
-    def close(self):
-        self.socket.shutdown(socket.SHUT_RDWR)
-        self.socket.close()
+def serve(listener, fleet):
+    """Accept a connection, start another thread in this one's place, and serve. ACCEPTORS of them wait: a single thread
+    that accepts for all needs a turn among hundreds for each, and the last of 384 would wait for seconds."""
+    replaced = False
+    while not replaced:
+        try:
+            client = listener.accept()[0]
+        except OSError:  # too many open files, for instance: others will be closed
+            if listener.fileno() < 0:
+                return
+            time.sleep(0.1)
+            continue
+        with contextlib.suppress(RuntimeError):  # no thread to be had: this one comes back
+            threading.Thread(target=serve, args=(listener, fleet), daemon=True).start()
+            replaced = True
+        with client, contextlib.suppress(ClientGone, OSError, EOFError):  # nobody is left to answer
+            Handler(client, fleet).handle()
+            client.shutdown(socket.SHUT_WR)
 
 
 def main():
@@ -968,7 +980,7 @@ def main():
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # two sockets a request: 384 come near the usual 1,024
     try:
-        server = Server(address)
+        listener = socket.create_server(address, backlog=1024)
     except OSError as error:
         sys.exit(f"[proxy] cannot listen on {address[0]}:{address[1]}: {error}. Set PROXY_PORT to a free port")
     say(f"http://{address[0]}:{address[1]} in front of {len(urls)} replicas: {', '.join(urls)}")
@@ -976,8 +988,12 @@ def main():
         fleet = Fleet(urls, os.environ.get("HF_TOKEN", "").strip())
     except ValueError as error:
         sys.exit(f"[proxy] REPLICA_URLS: {error}")
+    # Each thread that waits for its turn wakes up at this interval (s) to ask for it. At the usual 0.005 that is a fifth
+    # of the work of hundreds, and to no end: each gives its turn up within a millisecond, when it waits for a socket.
+    sys.setswitchinterval(0.05)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    server.start(fleet)
+    for _ in range(ACCEPTORS):
+        threading.Thread(target=serve, args=(listener, fleet), daemon=True).start()
     try:
         fleet.report()
     except KeyboardInterrupt:

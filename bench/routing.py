@@ -8,7 +8,7 @@ every 48 groups, which need their prefixes computed anew. Three rules route it:
 
     ours         proxy.py's Router
     post         the write-up's rule: a spilled prefix stays its first owner's, a block is common when every replica
-                 has it, answers are not registered
+                 has it
     round robin  whoever is next
 
 `unmatched` has a floor: the first rollout of each (prompt, policy) pair can't find what nobody computed. `prefix found`
@@ -75,10 +75,6 @@ class Ours:
         self.router.remember(blocks, owner)
         return owner, how
 
-    def answered(self, model, prompt, blocks, answer, owner):
-        grown = Router.blocks(blocks[-1] if blocks else hash(model), prompt[len(blocks) * BLOCK :] + answer)
-        self.router.remember(grown, owner)
-
 
 def trace(groups, seed=0):
     """[(policy, prompt ids, answer's tokens)], in the order the rollout worker asks: a group's rollouts in a row."""
@@ -100,10 +96,8 @@ def simulate(rule, requests, in_flight=IN_FLIGHT, replicas=REPLICAS):
     count, tokens, found, pairs = {"affinity": 0, "spilled": 0, "unmatched": 0, "turn": 0}, 0, 0, set()
     for number, (model, prompt, length) in enumerate(requests):
         if len(running) == in_flight:
-            clock, _, owner, done = heapq.heappop(running)
+            clock, _, owner = heapq.heappop(running)
             load[owner] -= 1
-            if hasattr(rule, "answered"):
-                rule.answered(*done, owner)
         blocks = Router.blocks(hash(model), prompt)
         owner, how = rule.route(blocks, load)
         count[how] += 1
@@ -116,9 +110,8 @@ def simulate(rule, requests, in_flight=IN_FLIGHT, replicas=REPLICAS):
                 break
             found += BLOCK
         cache[owner].update(blocks)
-        answer = [rng.randrange(150_000) for _ in range(length)] if hasattr(rule, "answered") else []
         ends = clock + length * 0.015 * rng.uniform(0.9, 1.1)
-        heapq.heappush(running, (ends, number, owner, (model, prompt, blocks, answer)))
+        heapq.heappush(running, (ends, number, owner))
     total = number + 1
     shares = {how: n / total for how, n in count.items()}
     return {

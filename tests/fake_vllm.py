@@ -334,16 +334,19 @@ def running_proxy(fakes, token="", ready=True, **constants):
     before = {name: getattr(proxy, name) for name in constants}
     for name, value in constants.items():
         setattr(proxy, name, value)
-    server, fleet = proxy.Server(("127.0.0.1", 0)), proxy.Fleet([getattr(fake, "url", fake) for fake in fakes], token)
-    server.start(fleet)
-    url = Url(f"http://127.0.0.1:{server.socket.getsockname()[1]}")
+    listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
+    fleet = proxy.Fleet([getattr(fake, "url", fake) for fake in fakes], token)
+    for _ in range(proxy.ACCEPTORS):
+        threading.Thread(target=proxy.serve, args=(listener, fleet), daemon=True).start()
+    url = Url(f"http://127.0.0.1:{listener.getsockname()[1]}")
     url.fleet = fleet
     try:
         if ready:
             wait_until(lambda: fleet.health()[0] == 200)
         yield url
     finally:
-        server.close()
+        listener.shutdown(socket.SHUT_RDWR)  # close() alone would leave them in accept()
+        listener.close()
         fleet.set_replicas([])
         for name, value in before.items():
             setattr(proxy, name, value)

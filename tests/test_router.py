@@ -1,5 +1,6 @@
 """The router alone: RECIPE's rule, the three repairs, hot spots, the bounded table, and a GRPO trace."""
 
+import json
 import random
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "bench"))
 
 import routing
 
+import proxy
 from proxy import BLOCK, MAX_LEAD, Router
 
 RANDOM = random.Random(0)
@@ -23,7 +25,8 @@ def blocks(tokens, model="v1"):
 
 
 def route(router, tokens, load, model="v1"):
-    """One request as the fleet does it: choose, then remember."""
+    """One request as the fleet does it: recall, choose, remember."""
+    router.recall(hash(model), blocks(tokens, model))
     owner, how = router.choose(blocks(tokens, model), load)
     router.remember(blocks(tokens, model), owner)
     return owner, how
@@ -33,7 +36,7 @@ def answered(router, prompt, answer, owner, model="v1"):
     """The answer was generated at `owner`."""
     known = blocks(prompt, model)
     chain = known[-1] if known else hash(model)
-    router.remember(Router.blocks(chain, prompt[len(known) * BLOCK :] + answer), owner)
+    router.heard(chain, prompt[len(known) * BLOCK :], json.dumps(answer).encode(), owner)
 
 
 def test_only_whole_blocks_count_and_the_adapter_name_seeds_the_chain():
@@ -111,6 +114,43 @@ def test_a_short_prompts_answer_is_registered_too():
     router, prompt, answer = Router(), ids(BLOCK - 3), ids(50)
     answered(router, prompt, answer, 2)
     assert route(router, prompt + answer + ids(20), {1: 0, 2: 0}) == (2, "affinity")
+
+
+def test_a_third_turn_goes_where_the_second_answer_was_generated():
+    router, prompt, load = Router(), ids(70), {1: 0, 2: 0}
+    for owner in (1, 2, 1):  # each turn elsewhere than the one before it
+        router.remember(blocks(prompt), owner)
+        answer = ids(50)
+        answered(router, prompt, answer, owner)
+        prompt = prompt + answer + ids(30)
+        assert route(router, prompt, load) == (owner, "affinity")
+
+
+def test_an_answer_that_no_turn_follows_takes_no_place_in_the_table():
+    router, prompt = Router(), ids(70)
+    for _ in range(8):
+        answered(router, prompt, ids(300), route(router, prompt, {1: 0, 2: 0})[0])
+    assert len(router.table) == len(blocks(prompt)) and router.unread > 8 * 300
+
+
+def test_unread_answers_are_bounded_and_the_oldest_go(monkeypatch):
+    monkeypatch.setattr(proxy, "UNREAD_BYTES", 10_000)
+    router, prompts, answers = Router(), [ids(70) for _ in range(20)], [ids(80) for _ in range(20)]
+    for prompt, answer in zip(prompts, answers, strict=True):
+        answered(router, prompt, answer, 1)
+        assert router.unread <= 10_000
+    for prompt, answer in zip(prompts, answers, strict=True):
+        router.recall(hash("v1"), blocks(prompt + answer))
+    assert router.unread == 0 and not router.answers
+    found = [blocks(prompt + answer)[-1] in router.table for prompt, answer in zip(prompts, answers, strict=True)]
+    assert found == sorted(found) and any(found) and not all(found)
+
+
+def test_an_answer_that_is_no_list_of_ids_teaches_nothing():
+    router, prompt = Router(), ids(64)
+    for answer in (b"[1,2", b'[{"a":[1]},2,3,4,5,6,7,8,9,10,11,12,13,14,15,16]', b"\xff"):
+        router.heard(blocks(prompt)[-1], [], answer, 1)
+    assert route(router, prompt + ids(40), {1: 0, 2: 1}) == (1, "unmatched")
 
 
 def spread(prompts):
