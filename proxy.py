@@ -988,8 +988,8 @@ def main():
         fleet = Fleet(urls, os.environ.get("HF_TOKEN", "").strip())
     except ValueError as error:
         sys.exit(f"[proxy] REPLICA_URLS: {error}")
-    # Each thread that waits for its turn wakes up at this interval (s) to ask for it. At the usual 0.005 that is a fifth
-    # of the work of hundreds, and to no end: each gives its turn up within a millisecond, when it waits for a socket.
+    # Each thread that waits for its turn wakes up at this interval (s) to ask for it. At the usual 0.005 that is a
+    # fifth of the work of hundreds, to no end: each gives its turn up within a millisecond, when it waits for a socket.
     sys.setswitchinterval(0.05)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     for _ in range(ACCEPTORS):
