@@ -1,6 +1,6 @@
 """How fast is proxy.py? Measured beside an asyncio proxy (asyncio_proxy.py), alternating, in one run.
 
-    python bench/proxy.py            # about 3 minutes on two cores; needs aiohttp
+    python bench/proxy.py            # about 2 minutes on two cores; needs aiohttp
     python bench/proxy.py --quick    # half a minute, noisier
 
 Two fake replicas answer at once with 300 tokens; a closed loop of 1, 64 and 384 connections asks for 135-token prompts,

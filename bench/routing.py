@@ -1,6 +1,6 @@
 """How well each routing rule finds prefixes, on one GRPO trace.
 
-    python bench/routing.py            # a table, about 15 s; nothing is sent anywhere
+    python bench/routing.py            # a table, a few seconds; nothing is sent anywhere
     python bench/routing.py --memory   # bytes a tracked block takes
 
 The trace is the recipe's: 8 rollouts a prompt, 384 in flight and refilled one by one, 3 replicas, and a new policy
