@@ -66,7 +66,7 @@ class Router:
     is forgotten by giving it a new number: the old bit is never asked for again.
 
     Answers wait beside it as they came, UNREAD_BYTES of them, until a prompt goes on where theirs ended: most rollouts
-    have one turn, and to read an answer's ids takes longer than to route its prompt.
+    have one turn, and to read thousands of ids for nothing would be much of a flood's work.
     """
 
     def __init__(self, capacity=TABLE_BLOCKS):
@@ -126,7 +126,7 @@ class Router:
         ids `rest`: it holds the blocks of both."""
         self.answers.setdefault(chain, []).append((rest, answer, owner))
         self.answers.move_to_end(chain)
-        self.unread += len(answer) + 500
+        self.unread += len(answer) + 500  # what Python needs beside the text, rounded up
         while self.unread > UNREAD_BYTES:
             self.take(next(iter(self.answers)))
 
@@ -954,14 +954,14 @@ class Handler:
 
 def serve(listener, fleet):
     """Accept a connection, start another thread in this one's place, and serve. ACCEPTORS of them wait: a single thread
-    that accepts for all needs a turn among hundreds for each, and the last of 384 would wait for seconds."""
+    that accepts for all would need a turn among hundreds for each, and the last of a flood would wait for them all."""
     replaced = False
     while not replaced:
         try:
             client = listener.accept()[0]
         except OSError:  # too many open files, for instance: others will be closed
             if listener.fileno() < 0:
-                return
+                return  # closed, for good
             time.sleep(0.1)
             continue
         with contextlib.suppress(RuntimeError):  # no thread to be had: this one comes back
@@ -988,8 +988,8 @@ def main():
         fleet = Fleet(urls, os.environ.get("HF_TOKEN", "").strip())
     except ValueError as error:
         sys.exit(f"[proxy] REPLICA_URLS: {error}")
-    # Each thread that waits for its turn wakes up at this interval (s) to ask for it. At the usual 0.005 that is a
-    # fifth of the work of hundreds, to no end: each gives its turn up within a millisecond, when it waits for a socket.
+    # Each thread that waits for its turn wakes up at this interval (s) to ask for it: with hundreds and the usual 0.005
+    # much work, and to no end, for each gives its turn up soon, when it waits for a socket.
     sys.setswitchinterval(0.05)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     for _ in range(ACCEPTORS):

@@ -76,11 +76,11 @@ def end(process: subprocess.Popen, grace: float):
 
 
 @contextlib.contextmanager
-def replica_here(log: Path):
-    """A vLLM replica with nothing in front of it, ready; yields its URL."""
+def replica_here(log: Path, **env: str):
+    """A vLLM replica with nothing in front of it, ready; yields its URL. `env` goes to serve.sh."""
     here, port = ROOT / ".local", free_port()
     path = f"{ROOT / 'local'}:{here / 'venv/bin'}:{os.environ['PATH']}"
-    env = os.environ | {"PATH": path, "MODEL": str(here / "tiny/model"), "JOB_PORT": str(port)}
+    env = os.environ | {"PATH": path, "MODEL": str(here / "tiny/model"), "JOB_PORT": str(port)} | env
     server, url, deadline = start(["./serve.sh", "here"], log, env), f"http://127.0.0.1:{port}", time.monotonic() + 300
     try:
         while not answers(f"{url}/health"):

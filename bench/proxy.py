@@ -20,7 +20,6 @@ import contextlib
 import json
 import os
 import random
-import socket
 import statistics
 import subprocess
 import sys
@@ -30,6 +29,7 @@ from pathlib import Path
 
 import aiohttp
 from aiohttp import web
+from chaos import free_port
 
 HERE = Path(__file__).resolve().parent
 PROXY, YARDSTICK = HERE.parent / "proxy.py", HERE / "asyncio_proxy.py"
@@ -138,10 +138,6 @@ def servers(delay):
         command, env = [sys.executable, *map(str, command)], {**os.environ, **env}
         started.append(subprocess.Popen(command, env=env, stdout=log, stderr=log))
         return started[-1]
-
-    def free_port():
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            return probe.getsockname()[1]
 
     try:
         ports = [free_port() for _ in range(4)]

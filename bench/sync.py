@@ -81,7 +81,7 @@ def watch(run, urls) -> dict[str, float]:
 
 
 def launched(name: str, steps: int, lag: float, tree: Path = ROOT) -> dict[str, float]:
-    # POLL_S: every look at the Jobs starts `hf`, a second of one of the two cores that the trainer has here
+    # POLL_S: every look at the Jobs starts `hf`, whose imports take a core from the trainer meanwhile
     with LocalRun(name, steps, lag, tree, EVAL_DATASET="", POLL_S="20") as run:
         return watch(run, lambda: [job["status"]["exposeUrls"][0] for job in run.jobs("replica", "RUNNING")])
 

@@ -5,23 +5,16 @@ import contextlib
 import json
 import os
 import pathlib
-import signal
-import socket
 import subprocess
 import time
 
 import pytest
 import requests
+from chaos import free_port, replica_here
 
 ROOT = pathlib.Path(__file__).parents[1]
 LOCAL = ROOT / ".local"
 KEY = "a-key-of-my-own"
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @pytest.fixture(scope="module")
@@ -29,32 +22,12 @@ def replicas(tmp_path_factory):
     """URLs of two real replicas that answer, and ask for the key."""
     if not (LOCAL / "tiny/model").is_dir():
         subprocess.run([LOCAL / "venv/bin/python", ROOT / "local/tiny_model.py", LOCAL / "tiny"], check=True)
-    path = f"{ROOT / 'local'}:{LOCAL / 'venv/bin'}:{os.environ['PATH']}"
     logs = tmp_path_factory.mktemp("replicas")
-    ports, started = (free_port(), free_port()), []
-    try:
-        for seed, port in enumerate(ports, 1):
-            environment = os.environ | {"PATH": path, "MODEL": str(LOCAL / "tiny/model"), "SEED": str(seed)}
-            environment |= {"VLLM_API_KEY": KEY, "JOB_PORT": str(port)}
-            with open(logs / f"replica-{seed}.log", "w") as log:
-                command = [ROOT / "serve.sh", "here"]
-                started.append(
-                    subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
-                )
-        deadline = time.monotonic() + 300
-        for process, port in zip(started, ports):
-            while True:
-                assert process.poll() is None and time.monotonic() < deadline, "a replica did not start"
-                try:
-                    if requests.get(f"http://127.0.0.1:{port}/health", timeout=5).status_code == 200:
-                        break
-                except requests.ConnectionError:
-                    time.sleep(0.5)
-        yield [f"http://127.0.0.1:{port}" for port in ports]
-    finally:
-        for process in started:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait(timeout=30)
+    with contextlib.ExitStack() as stack:
+        yield [
+            stack.enter_context(replica_here(logs / f"replica-{seed}.log", SEED=seed, VLLM_API_KEY=KEY))
+            for seed in ("1", "2")
+        ]
 
 
 def trainer(replicas, run, mount, scratch, **changed):
