@@ -31,6 +31,8 @@ import threading
 import time
 from pathlib import Path
 
+from chaos import say
+
 MOTO = "moto[server]==5.2.5"
 MOUNT_DEADLINE_S, END_DEADLINE_S = 20, 10  # for a mount to appear, and for a process to end
 VISIBLE_DEADLINE_S = 20  # "not seen": four times what the slowest working mount needs
@@ -160,7 +162,7 @@ def serve(latency_s: float) -> None:
 
     server = make_server("127.0.0.1", 0, far_away, threaded=True, request_handler=MotoRequestHandler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    print(server.server_port, flush=True)
+    say(server.server_port)
     sys.stdin.read()
 
 
@@ -520,7 +522,7 @@ def named(error: BaseException) -> str:
 def hold(tool: str, writer: str, reader: str) -> None:
     """Keep a pair mounted until stdin ends or a signal comes; RuntimeError if the server or a mount ends before."""
     with s3_server() as bucket, mount(tool, bucket, writer, "writer") as w, mount(tool, bucket, reader, "reader") as r:
-        print(f"[bucket] mounted {tool}: writer {writer}, reader {reader}, {bucket.url}/{bucket.name}", flush=True)
+        say(f"[bucket] mounted {tool}: writer {writer}, reader {reader}, {bucket.url}/{bucket.name}")
         ends = {os.pidfd_open(p.pid): name for p, name in ((bucket.server, "server"), (w, "writer"), (r, "reader"))}
         while True:
             ready, _, _ = select.select([sys.stdin, *ends], [], [])
@@ -541,7 +543,7 @@ def main() -> int:
     args = parser.parse_args()
     tools = (args.tool,) if args.tool else ("rclone",) if args.hold else tuple(ROBUST)
     if lacks := missing(() if args.serve else tools):
-        print(f"[bucket] missing: {', '.join(lacks)}", file=sys.stderr)
+        say(f"[bucket] missing: {', '.join(lacks)}", sys.stderr)
         return 2
     if args.serve:
         serve(args.latency_ms / 1000)
@@ -566,16 +568,16 @@ def main() -> int:
         for tool in tools:
             for how in ("403", "gone", "hangs"):
                 lines.append(refused(tool, how, run))
-                print(f"[bucket] {lines[-1]}", file=sys.stderr)
+                say(f"[bucket] {lines[-1]}", sys.stderr)
     else:
         lines = [f"| {COLUMNS.replace('|', ' | ')} |", "|---" * 9 + "|"]
         for setting in SETTINGS:
             if setting.tool in tools:
                 row = measure(setting, run, args.saves, latency_s=args.latency_ms / 1000)
                 lines.append(row.markdown())
-                print(f"[bucket] {setting.tool}, {setting.name}: {row.verdict} {row.log()}", file=sys.stderr)
+                say(f"[bucket] {setting.tool}, {setting.name}: {row.verdict} {row.log()}", sys.stderr)
         lines += NOT_MEASURED
-    print("\n".join(lines))
+    say("\n".join(lines))
     return 0
 
 

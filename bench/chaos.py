@@ -47,8 +47,10 @@ FINISH_S = 900  # s for the start of a run, and again for its end once the last 
 COUNTS = ("routed", "retried", "ejected", "readmitted", "held")  # of the proxy's /stats
 
 
-def say(text):
-    print(f"[chaos] {text}", flush=True)
+def say(text="", to=sys.stdout):
+    """A line in one write: processes that share an output must not write into each other's lines."""
+    to.write(f"{text}\n")
+    to.flush()
 
 
 def free_port() -> int:
@@ -273,7 +275,7 @@ def storm(run: LocalRun, harms, seconds: float = math.inf) -> collections.Counte
             saved = run.checkpoints()
         if what := do_harm(run, harm, amount):
             done[harm] += 1
-            say(f"{harm}: {what}")
+            say(f"[chaos] {harm}: {what}")
     return done
 
 
@@ -327,13 +329,14 @@ def checks(run: LocalRun, watch: Watch, rise: float = 0.2) -> list[tuple[str, bo
 
 def report(done: collections.Counter, watch: Watch, results: list[tuple[str, bool, str]]) -> bool:
     """Print the tables; returns whether every check holds."""
-    print("\nsurvived")
+    say("\nsurvived")
     for harm in HARMS:
-        print(f"  {harm:<26}{done[harm]:>4}")
+        say(f"  {harm:<26}{done[harm]:>4}")
     total = watch.past + watch.proxy
-    print("\nthe proxies: " + ", ".join(f"{total[name]} {name}" for name in COUNTS) + "\n\nchecked")
+    counts = ", ".join(f"{total[name]} {name}" for name in COUNTS)
+    say(f"\nthe proxies: {counts}\n\nchecked")
     for what, holds, found in results:
-        print(f"  {what:<26}{'yes' if holds else 'NO':>4}  {found}")
+        say(f"  {what:<26}{'yes' if holds else 'NO':>4}  {found}")
     return all(holds for _, holds, _ in results)
 
 
@@ -346,14 +349,14 @@ def main() -> int:
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the run must not outlive this
     steps = options.steps or round(16 * options.minutes)
-    say(f"seed {options.seed}: {options.minutes:g} minutes of harm, {steps} steps")
+    say(f"[chaos] seed {options.seed}: {options.minutes:g} minutes of harm, {steps} steps")
     name = f"chaos-{time.strftime('%Y%m%d-%H%M%S')}"
     with LocalRun(name, steps, lag=1, ATTEMPTS="50", SAVE_STEPS="8") as run, Watch(run) as watch:
         run.reaches(run.last_step, "the first step", FINISH_S)
         done = storm(run, plan(options.seed, options.every), options.minutes * 60)
-        say(f"no more harm; step {run.last_step()} of {steps}")
+        say(f"[chaos] no more harm; step {run.last_step()} of {steps}")
         if not run.ends_within(FINISH_S):
-            say(f"not finished within {FINISH_S} s")
+            say(f"[chaos] not finished within {FINISH_S} s")
     return 0 if report(done, watch, checks(run, watch)) else 1
 
 

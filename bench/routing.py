@@ -24,6 +24,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from chaos import say
+
 from proxy import BLOCK, MAX_LEAD, Router
 
 REPLICAS, IN_FLIGHT, ROLLOUTS, GROUPS_A_POLICY = 3, 384, 8, 48
@@ -138,15 +140,15 @@ def main():
     parser.add_argument("--memory", action="store_true", help="measure the table instead")
     options = parser.parse_args()
     if options.memory:
-        return print(f"{memory():.0f} bytes a tracked block")
+        return say(f"{memory():.0f} bytes a tracked block")
     requests = list(trace(options.groups))
-    print(f"{len(requests)} rollouts, {IN_FLIGHT} in flight on {REPLICAS} replicas, {GROUPS_A_POLICY} groups a policy")
+    say(f"{len(requests)} rollouts, {IN_FLIGHT} in flight on {REPLICAS} replicas, {GROUPS_A_POLICY} groups a policy")
     row = "{:12} {:>9} {:>9} {:>10} {:>10} {:>9} {:>13}".format
-    print(row("rule", "affinity", "spilled", "unmatched", "its floor", "max/mean", "prefix found"))
+    say(row("rule", "affinity", "spilled", "unmatched", "its floor", "max/mean", "prefix found"))
     for name, rule in (("ours", Ours()), ("post", Post()), ("round robin", RoundRobin())):
         got = simulate(rule, requests)
         shares = [f"{got[key]:.2%}" for key in ("affinity", "spilled", "unmatched", "floor")]
-        print(row(name, *shares, f"{got['max_over_mean']:.3f}", f"{got['found']:.2%}"))
+        say(row(name, *shares, f"{got['max_over_mean']:.3f}", f"{got['found']:.2%}"))
 
 
 if __name__ == "__main__":

@@ -26,15 +26,11 @@ import time
 from pathlib import Path
 
 import requests
-from chaos import ROOT, LocalRun, end, replica_here, start
+from chaos import ROOT, LocalRun, end, replica_here, say, start
 
 TOKEN = "hf_local"  # launch.sh --local's
 START_S, RUN_S = 600, 1800  # s for a run to make its first step, and its last
 BLOCKING = f"import runpy\nrunpy.run_path({str(ROOT / 'bench/blocking_proxy.py')!r}, run_name='__main__')\n"
-
-
-def say(text):
-    print(f"[sync] {text}", flush=True)
 
 
 def hit_rate(urls: list[str]) -> float:
@@ -76,7 +72,7 @@ def watch(run, urls) -> dict[str, float]:
     run.reaches(lambda: len(run.history()) == run.steps, "the last checkpoint", 60)
     result = measures(run.history(), found)
     run.ends_within(120)
-    say(f"{run.name}: done")
+    say(f"[sync] {run.name}: done")
     return result
 
 
@@ -132,19 +128,19 @@ def single(name: str, steps: int) -> dict[str, float]:
 def report(columns: dict[str, dict[str, float]]) -> bool:
     """Print the table and the claims; returns whether they hold."""
     a, b, c = columns["blocking"], columns["ours"], columns["single"]
-    print(f"\n{'':24}{'blocking':>10}{'ours':>10}{'single':>10}{'blocking : ours':>18}")
+    say(f"\n{'':24}{'blocking':>10}{'ours':>10}{'single':>10}{'blocking : ours':>18}")
     for row, value in a.items():
         ratio = "" if "ratio" in row else f"{value / b[row]:.2f}"
-        print(f"{row:24}{value:10.4g}{b[row]:10.4g}{c[row]:10.4g}{ratio:>18}")
+        say(f"{row:24}{value:10.4g}{b[row]:10.4g}{c[row]:10.4g}{ratio:>18}")
     same = all(0.98 <= column[row] <= 1.02 for column in columns.values() for row in ("ratio, min", "ratio, max"))
     claims = {
         "ours: a sync costs TRL its own save time + 0.1 s at most": b["beyond saving, s (p50)"] <= 0.1,
         "ours: prefix cache hit rate >= single x 0.95": b["prefix cache hit rate"] >= 0.95 * c["prefix cache hit rate"],
         "ratio within 0.98-1.02 everywhere": same,
     }
-    print()
+    say()
     for claim, holds in claims.items():
-        print(f"  {claim:<60}{'yes' if holds else 'NO'}")
+        say(f"  {claim:<60}{'yes' if holds else 'NO'}")
     return all(claims.values())
 
 

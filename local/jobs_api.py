@@ -42,6 +42,7 @@ import shlex
 import signal
 import socket
 import subprocess
+import sys
 import time
 import urllib.parse
 from datetime import UTC, datetime
@@ -693,7 +694,8 @@ class Api:
         except OSError as error:
             raise SystemExit(f"[jobs] cannot listen: {error}")
         self.endpoint = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        print(f"[jobs] {self.endpoint}", flush=True)
+        sys.stdout.write(f"[jobs] {self.endpoint}\n")
+        sys.stdout.flush()
         await stop.wait()
         self.stopping = True
         for job in self.jobs.values():

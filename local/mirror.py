@@ -15,6 +15,7 @@ import heapq
 import os
 import shutil
 import signal
+import sys
 import threading
 import time
 from pathlib import Path
@@ -104,7 +105,8 @@ def main() -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, frame: ended.set())
     mirror = Mirror(source, target, args.lag, args.torn)
-    print(f"[mirror] {source} is in {target} after {args.lag:g} s{', torn' if args.torn else ''}", flush=True)
+    sys.stdout.write(f"[mirror] {source} is in {target} after {args.lag:g} s{', torn' if args.torn else ''}\n")
+    sys.stdout.flush()
     while not ended.is_set():
         mirror.poll()
         ended.wait(POLL_S)

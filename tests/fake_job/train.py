@@ -18,10 +18,15 @@ def ask(route: str, body: dict | None = None) -> dict:
         return json.load(answer)
 
 
+def say(text):
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
+
+
 shown = ("MODEL", "DATASET", "EVAL_DATASET", "MAX_STEPS", "MAX_STALENESS", "LORA_RANK", "CONTEXT", "RUN", "MOUNT")
-print("trainer's environment:", json.dumps({name: os.environ.get(name) for name in shown}), flush=True)
+say(f"trainer's environment: {json.dumps({name: os.environ.get(name) for name in shown})}")
 ask("/v1/completions", {"model": os.environ["MODEL"], "prompt": [1, 2, 3], "max_tokens": 4})
-print("training on", *sorted(replica["url"] for replica in ask("/stats")["replicas"]), flush=True)
+say(f"training on {' '.join(sorted(replica['url'] for replica in ask('/stats')['replicas']))}")
 until = time.monotonic() + 120
 while time.monotonic() < until:
     try:
