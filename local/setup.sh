@@ -12,25 +12,18 @@ export HF_TOKEN=hf_local RANKS=${RANKS:-2} TRAIN_SCRIPT=${TRAIN_SCRIPT:-local/cp
 unset TRACKIO_SPACE_ID # the dashboard of a local run is on this machine
 export HF_HUB_OFFLINE=0 # and so is its Hub: whoever works offline can run it, too
 export JOBS_API_PASS="RANKS TRAIN_SCRIPT TRACKIO_DIR SAVE_STEPS HF_HUB_DISABLE_UPDATE_CHECK ${JOBS_API_PASS:-}"
-export PATH=$PWD/local:$here/venv/bin:$PATH
 
 start_local() { # everything that the run needs is installed, the small model made, the Jobs API answers
-  local free need=1 line # GB
+  local free line
   [[ -z $detach ]] || die "--local cannot be detached: its Jobs end with it"
+  [[ -n $DRY_RUN ]] || bash local/install.sh
+  # Only now, for bash remembers where it found a program; and without what could lead Python elsewhere.
+  export PATH=$PWD/local:$here/venv/bin:$PATH
+  unset PYTHONPATH PYTHONHOME
+  hash -r
   [[ -z $DRY_RUN ]] || return 0
-  [[ -f $here/venv/ready ]] || need=6
   free=$(df -Pk . | awk 'NR == 2 {print int($4 / 1e6)}')
-  ((free >= need)) || die "the disk of $PWD has $free GB left: $need are needed"
-  if ! [[ -f $here/venv/ready ]]; then
-    say "making $here/venv: vLLM, torch and TRL for CPU, 3.5 GB, a few minutes"
-    "${PYTHON:-python3}" -m venv "$here/venv"
-    pip install -r local/requirements.txt
-    pip uninstall --yes torchvision torchaudio torchcodec # see local/requirements.txt
-    pip install -r requirements.txt
-    touch "$here/venv/ready"
-  fi
-  [[ $action != install ]] || exit 0
-  [[ -d $here/tiny ]] || python3 local/tiny_model.py "$here/tiny"
+  ((free >= 1)) || die "the disk of $PWD has $free GB left: 1 is needed"
 
   port_is_free || die "port $PROXY_PORT is taken on this machine: set PROXY_PORT to a free one"
   mkdir -p "$buckets/local/$RUN-code"
@@ -43,8 +36,6 @@ start_local() { # everything that the run needs is installed, the small model ma
   export HF_ENDPOINT=${line#'[jobs] '}
   say "Jobs are processes of $HF_ENDPOINT, their logs are $here/$RUN/jobs/ID/log"
 }
-
-pip() { "$here/venv/bin/python" -m pip --quiet --disable-pip-version-check "$@"; }
 
 end_local() { # after a run with exit code $1; when the Jobs API ends, so do its Jobs
   local rest

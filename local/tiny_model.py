@@ -91,7 +91,8 @@ def main(out):
             reply = model.generate(ids, max_new_tokens=16, pad_token_id=tokenizer.pad_token_id, **sampling)[0]
             text = tokenizer.decode(reply[ids.shape[1] :], skip_special_tokens=True)
             hits += text == f"\\boxed{{{sum(pair)}}}"
-        print(f"[model] {how} accuracy on the 100 sums: {hits / 100:.0%}", flush=True)
+        sys.stdout.write(f"[model] {how} accuracy on the 100 sums: {hits / 100:.0%}\n")
+        sys.stdout.flush()
 
     chance.shuffle(sums)
     held_out, seen = sums[:20], sums[20:]

@@ -230,7 +230,7 @@ def flag(job: dict, name: str) -> str:
 
 def test_the_default_run():
     commands, said = dry_run(BUCKET="me/lora")
-    assert said == "[launch] dry: 3 replicas on h200 + trainer on h200x2, 500 steps: $25 an hour"
+    assert said == "[launch] dry: 500 steps, 3 replicas on h200 + trainer on h200x2: $25 an hour"
     assert commands[0] == ["hf", "buckets", "create", "me/lora", "--private", "--exist-ok", "--quiet"]
     staged = ["train.py", "proxy.py", "serve.sh", "launch.sh", "requirements.txt"]
     assert commands[1:3] == [["mkdir", "-p", ".local/code-dry"], ["cp", *staged, ".local/code-dry"]]
@@ -363,7 +363,10 @@ def test_a_run_is_what_the_dry_run_printed(ground, tmp_path):
         job["expose"] = job.get("expose", {}).get("ports", [])
         assert {name: job.get(name) for name in wanted} == wanted
 
-    bill, progress = "9 steps: $20 an hour", "trainer RUNNING, replicas RUNNING RUNNING"
+    bill, progress = (
+        "9 steps, 2 replicas on h200 + trainer on h200x2: $20 an hour",
+        "trainer RUNNING, replicas RUNNING RUNNING",
+    )
     for text in (bill, "] replica 2: Job", "] trainer: Job", progress, "attempt 1 of 2", "[proxy] replica 1 ("):
         assert text in said
     assert "torchrun --nproc-per-node gpu train.py" in said
@@ -692,8 +695,10 @@ def checkout(tmp_path_factory):
         (tree / "local" / name).symlink_to(FAKES / name)
     (tree / ".local/venv").mkdir(parents=True)
     (tree / ".local/venv/bin").symlink_to(BIN)
-    (tree / ".local/venv/ready").touch()
+    pins = (tree / "local/requirements.txt").read_text() + (tree / "requirements.txt").read_text()
+    (tree / ".local/venv/ready").write_text(pins)
     (tree / ".local/tiny").mkdir()
+    shutil.copy(tree / "local/tiny_model.py", tree / ".local/tiny/made_by")
     git = lambda *words: subprocess.run(["git", "-C", tree, *words], check=True, capture_output=True, text=True).stdout
     git("init", "--quiet")
     git("add", "--all")
@@ -745,7 +750,7 @@ def test_local_run(checkout):
         said = run.ends(0)
         assert run.processes() == []
     assert (
-        "whole: 1 replicas on h200 + trainer on h200x2, 7 steps" in said
+        "whole: 7 steps on this machine, free (on Jobs, 1 replicas on h200 + trainer on h200x2: $15 an hour)" in said
         and "--nproc-per-node 2 local/cpu_train.py" in said
     )
     seen = json.loads(said.split("trainer's environment: ")[1].splitlines()[0])
@@ -789,7 +794,7 @@ def test_local_run_cannot_start(checkout, tmp_path):
     (tmp_path / "df").write_text("#!/bin/sh\necho Filesystem; echo /dev/x 1 1 200000 99% /\n")
     (tmp_path / "df").chmod(0o755)
     with local(checkout, "disk", PATH=f"{tmp_path}:{SYSTEM}") as run:
-        assert f"the disk of {checkout} has 0 GB left: 1 are needed" in run.ends(1)
+        assert f"the disk of {checkout} has 0 GB left: 1 is needed" in run.ends(1)
     with local(checkout, "detached", "--detach") as run:
         assert "--local cannot be detached" in run.ends(1)
     source = (checkout / "local/jobs_api.py").read_text()
