@@ -137,7 +137,11 @@ run_trainer() {
   trap end_trainer EXIT
   trap 'exit 130' INT
   trap 'exit 143' TERM HUP
-  export TRL_EXPERIMENTAL_SILENCE=1 # the pin is exact: that its API may change is no news
+  # What other libraries say at each start and is no news here, switched off by their own settings:
+  export TRL_EXPERIMENTAL_SILENCE=1             # the pin is exact: its API may change, but not for us
+  export PIP_DISABLE_PIP_VERSION_CHECK=1 TQDM_DISABLE=1
+  export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}  # torchrun's own default, without its box of five lines
+  export PYTHONWARNINGS="ignore::FutureWarning,ignore::UserWarning:torch.distributed.fsdp._fully_shard._fsdp_state"
   port_is_free || die "port $PROXY_PORT is taken on this machine: set PROXY_PORT to a free one"
   [[ -d $MOUNT ]] || die "MOUNT=$MOUNT is not there: mount the bucket first, read-write"
   mkdir -p "$output/.attempts" || die "$output refused a write: is the bucket mounted read-write, with space left?"
@@ -289,7 +293,12 @@ prepare() { # the bill, the bucket, and these files, which are all that the Jobs
   local replica_price=${PRICE[$REPLICA_FLAVOR]:-} trainer_price=${PRICE[$TRAINER_FLAVOR]:-} hourly made
   hourly='see: hf jobs hardware'
   [[ -z $replica_price || -z $trainer_price ]] || hourly="\$$((REPLICAS * replica_price + trainer_price)) an hour"
-  say "$RUN: $REPLICAS replicas on $REPLICA_FLAVOR + trainer on $TRAINER_FLAVOR, $MAX_STEPS steps: $hourly"
+  hourly="$REPLICAS replicas on $REPLICA_FLAVOR + trainer on $TRAINER_FLAVOR: $hourly"
+  if [[ -z $jobs_api ]]; then
+    say "$RUN: $MAX_STEPS steps, $hourly"
+  else
+    say "$RUN: $MAX_STEPS steps on this machine, free (on Jobs, $hourly)"
+  fi
   made=$(step hf buckets create "$BUCKET" --private --exist-ok --quiet) ||
     die "the bucket $BUCKET is not there and cannot be made: is its first part you, or an organisation of yours?"
   announce bucket "$made"
@@ -403,7 +412,7 @@ main() {
       --local) ;;
       --dry-run) DRY_RUN=1 ;;
       --detach) detach=1 ;;
-      --attach | --stop | --check | --install | trainer) action=${argument#--} ;;
+      --attach | --stop | --check | trainer) action=${argument#--} ;;
       *)
         sed -n '2,/^# The exit/s/^# \{0,1\}//p' launch.sh >&2
         exit 2

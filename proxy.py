@@ -55,7 +55,9 @@ COUNTS = ("routed", "affinity", "spilled", "unmatched", "retried", "ejected", "r
 
 
 def say(text):
-    print(f"[proxy] {text}", flush=True)
+    """A line in one write, for several processes share this output: print() may write a line and its end apart."""
+    sys.stdout.write(f"[proxy] {text}\n")
+    sys.stdout.flush()
 
 
 class Router:
@@ -527,7 +529,8 @@ class Fleet:
         return keep + last[max(0, len(last) + len(keep) - (self.config.get("max_loras") or 1)) :]
 
     def label(self, replica):
-        return f"replica {self.replicas.index(replica) if replica in self.replicas else '-'} ({replica.url})"
+        """The name in every line: a slot's number, from 1 as launch.sh counts them, and the address."""
+        return f"replica {self.replicas.index(replica) + 1 if replica in self.replicas else '-'} ({replica.url})"
 
     def reasons(self):
         out = [f"{self.label(r)} {r.state}: {r.reason}" for r in self.replicas if r.state != "ready"]

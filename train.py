@@ -10,9 +10,11 @@ Departures from the LoRA recipe of Qi et al. (arXiv 2510.26788), as in the write
 3. no truncated importance sampling; 4. trained on the sanity set, not on MATH-12k.
 """
 
+import contextlib
 import functools
 import glob
 import inspect
+import io
 import json
 import logging
 import math
@@ -23,6 +25,7 @@ import shutil
 import statistics
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -30,11 +33,13 @@ from fractions import Fraction
 
 import requests
 import torch
+import trackio
 from accelerate.utils import broadcast_object_list
 from datasets import load_dataset
 from peft import LoraConfig
 from torch.distributed.checkpoint.api import CheckpointException
 from transformers import AutoTokenizer, PrinterCallback, TrainerCallback
+from transformers.integrations import TrackioCallback, rewrite_logs
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 from trl.experimental.async_grpo.async_grpo_trainer import save_lora_adapter
 
@@ -64,8 +69,10 @@ SAVE_STEPS = 50  # optimizer steps between two checkpoints
 EVAL_PROMPT = "{problem}\nPlease reason step by step, and put your final answer within \\boxed{{}}."
 
 
-def say(text):
-    print(f"[train] {text}", flush=True)
+def say(text, prefix="[train] "):
+    """A line in one write, for several processes share this output: print() may write a line and its end apart."""
+    sys.stdout.write(f"{prefix}{text}\n")
+    sys.stdout.flush()
 
 
 # ---- The reward
@@ -194,14 +201,16 @@ def sympy_worker(seconds: int, max_bytes: int) -> None:
 
     equal(r"1.5\cdot10^3", "1500")  # the first use imports the rest of sympy
     signal.alarm(0)
-    print("ready", flush=True)
+    sys.stdout.write("ready\n")
+    sys.stdout.flush()
     for line in sys.stdin:
         signal.alarm(seconds)  # nobody handles SIGALRM: the kernel ends this process, whatever sympy is doing
         verdict = equal(*json.loads(line))
         signal.alarm(0)
         with open("/proc/self/statm") as statm:  # not getrusage: at birth it already counts the parent's gigabytes
             bytes_in_use = int(statm.read().split()[0]) * resource.getpagesize()
-        print(json.dumps([verdict, bytes_in_use]), flush=True)
+        sys.stdout.write(json.dumps([verdict, bytes_in_use]) + "\n")
+        sys.stdout.flush()
 
 
 # sympy cannot be interrupted in a thread, and TRL's rollout process is daemonic: multiprocessing (so also
@@ -245,7 +254,7 @@ def newest_checkpoint(deadline_s: float = 60) -> str | None:
     not all there may only be late (a bucket shows files one by one): it is waited for, up to `deadline_s`.
     """
     found = glob.glob(f"{OUTPUT_DIR}/checkpoint-*")
-    for path in sorted(found, key=lambda path: int(path.rpartition("-")[2]), reverse=True):
+    for path in sorted(found, key=step_of, reverse=True):
         until = time.monotonic() + deadline_s
         while (missing := missing_files(path)) and missing != ["manifest.json"] and time.monotonic() < until:
             time.sleep(1)
@@ -254,6 +263,10 @@ def newest_checkpoint(deadline_s: float = 60) -> str | None:
         say(f"skipped {path}: incomplete, {missing[0]} is not there or cut short ({len(missing)} files)")
         shutil.rmtree(path, ignore_errors=True)  # its files must not mix with those of the same step, written again
     return None
+
+
+def step_of(checkpoint: str | None) -> int:
+    return int(checkpoint.rpartition("-")[2]) if checkpoint else 0
 
 
 def missing_files(checkpoint: str) -> list[str]:
@@ -333,6 +346,10 @@ class RunCallback(TrainerCallback):
         self.trainer, self.started, self.wall_s = None, time.monotonic(), 0.0
 
     def on_train_begin(self, args, state, control, **kwargs):
+        if state.is_world_process_zero:
+            with contextlib.redirect_stdout(io.StringIO()):  # trackio's greeting: six lines, colours, no news
+                trackio.init(project=args.project, name=RUN, space_id=SPACE, resume="allow", config=args.to_dict())
+            say(f"dashboard: {f'https://huggingface.co/spaces/{SPACE}' if SPACE else 'trackio show, see README.md'}")
         # Runs before the trainer's own callback, which publishes the first policy under the next number.
         self.trainer.model_version = max(self.trainer.model_version, highest_published_version())
         self.wall_s = next((log["wall_s"] for log in reversed(state.log_history) if "wall_s" in log), 0.0)
@@ -340,6 +357,7 @@ class RunCallback(TrainerCallback):
     def on_log(self, args, state, control, logs=None, **kwargs):
         if not state.is_world_process_zero or "ratio" not in logs:
             return
+        trackio.log(rewrite_logs(logs), step=state.global_step)  # transformers' own callback counts steps by itself
         history = [log for log in state.log_history if "ratio" in log]
         history[-1]["wall_s"] = self.wall_s + time.monotonic() - self.started  # kept in checkpoints, as all of them
         recent, value = history[-20:], lambda key: logs.get(key) or 0.0
@@ -359,10 +377,14 @@ class RunCallback(TrainerCallback):
             say(f"{bottleneck}: {advice}")
 
     def on_save(self, args, state, control, **kwargs):
-        self.trainer.accelerator.wait_for_everyone()  # every rank has written its shards
-        if not state.is_world_process_zero:
-            return
-        checkpoint = f"{args.output_dir}/checkpoint-{state.global_step}"
+        checkpoint, accelerator = f"{args.output_dir}/checkpoint-{state.global_step}", self.trainer.accelerator
+        model = accelerator.unwrap_model(self.trainer.model)
+        with tempfile.TemporaryDirectory() as scratch:  # TRL renames what it saves, and a mount may not read that soon
+            save_lora_adapter(model, accelerator, "default", f"{scratch}/adapter")  # every rank has a shard of it
+            accelerator.wait_for_everyone()  # and has written its shards of the rest
+            if not state.is_world_process_zero:
+                return
+            copy_files(f"{scratch}/adapter", f"{checkpoint}/adapter")
         files = [
             path for path in glob.glob(f"{checkpoint}/**", recursive=True, include_hidden=True) if os.path.isfile(path)
         ]
@@ -374,6 +396,8 @@ class RunCallback(TrainerCallback):
         if state.is_world_process_zero:
             # TRL now stops the rollout process, which cannot end while its samples sit unread in the pipe.
             threading.Thread(target=drain, args=(self.trainer.rollout_worker.rollout_buffer,), daemon=True).start()
+            with contextlib.redirect_stdout(io.StringIO()):
+                trackio.finish()
 
 
 def drain(samples, seconds: float = 20):
@@ -516,25 +540,40 @@ def picture(history: list[dict], path: str):
     fig.savefig(path, dpi=80)
 
 
-def finish(trainer, tokenizer, adapter: str):
-    """Scoreboard, held-out accuracy, picture, table. The scoreboard is written before the replicas are asked, so that
-    their failure costs the accuracy only."""
-    history = [log for log in trainer.state.log_history if "ratio" in log]
+def finish(tokenizer, checkpoint: str):
+    """What is left to do after the last step, all of it from its `checkpoint`, so that a trainer that dies here goes on
+    here: final adapter, scoreboard, held-out accuracy, picture, table. The scoreboard is written before the replicas
+    are asked, so that their failure costs the accuracy only."""
+    adapter, staged = f"{OUTPUT_DIR}/final-adapter", f"{OUTPUT_DIR}/.final-adapter.tmp"
+    for path in (staged, adapter):
+        shutil.rmtree(path, ignore_errors=True)
+    copy_files(f"{checkpoint}/adapter", staged)
+    os.rename(staged, adapter)
+    with open(f"{checkpoint}/trainer_state.json") as file:
+        history = [log for log in json.load(file)["log_history"] if "ratio" in log]
     board = scoreboard(history, adapter) | cost()
     write_json(f"{OUTPUT_DIR}/scoreboard.json", board)
     picture(history, f"{OUTPUT_DIR}/scoreboard.png")
     if EVAL_DATASET:
         try:
-            final = f"final-v{trainer.model_version}"
+            final = f"final-step-{step_of(checkpoint)}"
             order = {"lora_name": final, "lora_path": os.path.abspath(adapter)}
             requests.post(f"{PROXY}/v1/load_lora_adapter", json=order, timeout=600).raise_for_status()
             board |= evaluate(tokenizer, {"base": MODEL, "trained": final}) | cost()
             write_json(f"{OUTPUT_DIR}/scoreboard.json", board)
         except requests.RequestException as error:
             say(f"no held-out accuracy: {error}")
-    print(table(board), flush=True)
+    for line in table(board).splitlines():
+        say(line, prefix="")
     say(f"{board['bottleneck']}: {board['advice']}")
     say(f"final adapter {adapter}, scoreboard {OUTPUT_DIR}/scoreboard.json and .png")
+
+
+def copy_files(source: str, target: str):
+    """Contents alone: shutil.copytree also copies extended attributes, for which rclone's mount has EIO."""
+    os.makedirs(target, exist_ok=True)
+    for name in os.listdir(source):
+        shutil.copyfile(f"{source}/{name}", f"{target}/{name}")
 
 
 def write_json(path: str, data: dict):
@@ -591,11 +630,28 @@ def main():
         else None,
         logging_steps=1,
         disable_tqdm=True,
+        log_level="error",  # its warnings are none here: a list of all callbacks, for each rank
+        log_level_replica="error",
         report_to="trackio",
         project="async-grpo-lora",
         run_name=RUN,
         trackio_space_id=SPACE,
     )
+    rank_0 = args.process_index == 0
+    if rank_0:
+        say(f"{RUN}: {MODEL}, rank {LORA_RANK}, {MAX_STEPS} steps on {ranks} ranks, output in {OUTPUT_DIR}")
+    [checkpoint] = broadcast_object_list([newest_checkpoint() if rank_0 else None])
+    if rank_0:
+        say(f"resuming from {checkpoint}" if checkpoint else "no checkpoint to resume from: step 0")
+    if step_of(checkpoint) < MAX_STEPS:  # else this run died between its last checkpoint and its end
+        train(args, tokenizer, dataset, reward, checkpoint)
+        checkpoint = f"{OUTPUT_DIR}/checkpoint-{MAX_STEPS}"  # transformers saves the last step, whatever SAVE_STEPS
+    if rank_0:  # no other rank waits for it: they have ended, or are about to
+        finish(tokenizer, checkpoint)
+
+
+def train(args, tokenizer, dataset, reward, checkpoint: str | None):
+    rank_0 = args.process_index == 0
     lora = LoraConfig(r=LORA_RANK, lora_alpha=2, target_modules="all-linear", task_type="CAUSAL_LM")
     callback = RunCallback()
     logging.basicConfig(format="[trl] %(message)s")
@@ -607,16 +663,11 @@ def main():
     )  # fmt: skip
     trl_log.setLevel(logging.WARNING)
     trainer.remove_callback(PrinterCallback)  # one line a step says it; everything else goes to trackio
+    trainer.remove_callback(TrackioCallback)  # see RunCallback.on_log
     callback.trainer = trainer
-    rank_0 = trainer.accelerator.is_main_process
     if rank_0 and trainer.weight_transfer is not None:
         sys.exit("[train] TRL would send merged weights over NCCL, not the adapter: its warning above says why")
-    if rank_0:
-        say(f"{RUN}: {MODEL}, rank {LORA_RANK}, {MAX_STEPS} steps on {ranks} ranks, output in {OUTPUT_DIR}")
 
-    [checkpoint] = broadcast_object_list([newest_checkpoint() if rank_0 else None])
-    if rank_0:
-        say(f"resuming from {checkpoint}" if checkpoint else "no checkpoint to resume from: step 0")
     try:
         trainer.train(resume_from_checkpoint=checkpoint)
     except requests.RequestException:  # also an OSError, but the proxy's
@@ -627,11 +678,6 @@ def main():
             "Everything up to the newest checkpoint is kept: launch again with the same RUN"
         )
 
-    adapter = f"{OUTPUT_DIR}/final-adapter"
-    save_lora_adapter(trainer.accelerator.unwrap_model(trainer.model), trainer.accelerator, "default", adapter)
-    if rank_0:
-        finish(trainer, tokenizer, adapter)
-    trainer.accelerator.wait_for_everyone()
     trainer.accelerator.end_training()
 
 

@@ -20,8 +20,6 @@ KEY = "a-key-of-my-own"
 @pytest.fixture(scope="module")
 def replicas(tmp_path_factory):
     """URLs of two real replicas that answer, and ask for the key."""
-    if not (LOCAL / "tiny/model").is_dir():
-        subprocess.run([LOCAL / "venv/bin/python", ROOT / "local/tiny_model.py", LOCAL / "tiny"], check=True)
     logs = tmp_path_factory.mktemp("replicas")
     with contextlib.ExitStack() as stack:
         yield [

@@ -193,7 +193,7 @@ def test_requests_wait_for_a_replica_to_come_back(two):
         two[1].start()
         assert {text(answer.result(10)) for answer in answers} == {"weights-1"}
         assert requests.get(f"{url}/health").status_code == 200
-        assert f"replica 0 ({two[0].url})" in requests.get(f"{url}/health").json()["out"]
+        assert f"replica 1 ({two[0].url})" in requests.get(f"{url}/health").json()["out"]
 
 
 def test_a_held_request_ends_at_the_deadline(two):
@@ -423,13 +423,13 @@ def test_health_is_503_until_every_replica_was_ready_once_and_200_while_one_is()
         with running_proxy([one, other], ready=False, **QUICK) as url:
             wait_until(lambda: states(url)[0] == "ready")
             answer = requests.get(f"{url}/health")
-            assert answer.status_code == 503 and f"replica 1 ({other.url})" in answer.text
+            assert answer.status_code == 503 and f"replica 2 ({other.url})" in answer.text
             other.sick.clear()
             wait_until(lambda: requests.get(f"{url}/health").status_code == 200)
             one.stop()
             wait_until(lambda: states(url)[0] == "out")
             answer = requests.get(f"{url}/health")
-            assert answer.status_code == 200 and f"replica 0 ({one.url}) out" in answer.text
+            assert answer.status_code == 200 and f"replica 1 ({one.url}) out" in answer.text
             other.stop()
             wait_until(lambda: requests.get(f"{url}/health").status_code == 503)
 
