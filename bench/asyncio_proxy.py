@@ -1,9 +1,10 @@
-"""The yardstick of bench/proxy.py: an asyncio proxy (aiohttp) with the write-up's routing rule and nothing else.
+"""The yardstick of bench/proxy.py: an asyncio proxy (aiohttp) with the write-up's routing rule and
+nothing else.
 
     python bench/asyncio_proxy.py PORT URL,URL,... TOKEN
 
-No adapters, no health, no second tries: what a reader would write in an hour, and the speed to measure against.
-"""
+No adapters, no health, no second tries: what a reader would write in an hour, and the speed to
+measure against."""
 
 import collections
 import hashlib
@@ -19,7 +20,9 @@ def chain(model, tokens):
     """Chained hashes of the whole blocks of `tokens`, seeded with the model's name."""
     link, out = hashlib.blake2b(model.encode(), digest_size=16).digest(), []
     for i in range(0, len(tokens) - BLOCK + 1, BLOCK):
-        link = hashlib.blake2b(link + json.dumps(tokens[i : i + BLOCK]).encode(), digest_size=16).digest()
+        link = hashlib.blake2b(
+            link + json.dumps(tokens[i : i + BLOCK]).encode(), digest_size=16
+        ).digest()
         out.append(link)
     return out
 
@@ -27,7 +30,9 @@ def chain(model, tokens):
 class Balancer:
     def __init__(self, replicas):
         self.inflight, self.turn = [0] * replicas, 0
-        self.table = collections.OrderedDict()  # {block: (replicas that have it, up to two blocks seen after it)}
+        self.table = (
+            collections.OrderedDict()
+        )  # {block: (replicas that have it, up to two blocks seen after it)}
 
     def pick(self, model, tokens):
         blocks, everyone = chain(model, tokens), range(len(self.inflight))
@@ -62,7 +67,9 @@ def application(urls, token):
     headers = {"Content-Type": "application/json", "Authorization": f"Bearer {token}"}
 
     async def lifetime(_):
-        async with ClientSession(connector=TCPConnector(limit=1024), timeout=ClientTimeout(total=None)) as client:
+        async with ClientSession(
+            connector=TCPConnector(limit=1024), timeout=ClientTimeout(total=None)
+        ) as client:
             session.append(client)
             yield
 
@@ -74,8 +81,12 @@ def application(urls, token):
         i = balancer.pick(data["model"], data["prompt"])
         balancer.inflight[i] += 1
         try:
-            async with session[0].post(urls[i] + request.path_qs, data=body, headers=headers) as answer:
-                return web.Response(status=answer.status, body=await answer.read(), content_type="application/json")
+            async with session[0].post(
+                urls[i] + request.path_qs, data=body, headers=headers
+            ) as answer:
+                return web.Response(
+                    status=answer.status, body=await answer.read(), content_type="application/json"
+                )
         finally:
             balancer.inflight[i] -= 1
 
@@ -87,4 +98,10 @@ def application(urls, token):
 
 if __name__ == "__main__":
     port, urls, token = sys.argv[1:]
-    web.run_app(application(urls.split(","), token), host="127.0.0.1", port=int(port), print=None, access_log=None)
+    web.run_app(
+        application(urls.split(","), token),
+        host="127.0.0.1",
+        port=int(port),
+        print=None,
+        access_log=None,
+    )

@@ -1,8 +1,10 @@
-"""What bench/sync.py measures proxy.py against: the write-up's way, in which everybody waits for the slowest mount.
+"""What bench/sync.py measures proxy.py against: the write-up's way, in which all wait for the
+slowest mount.
 
-Pause and resume reach every replica, so generation stops for the whole sync. A load is answered when all replicas have
-the adapter; one that answers `No adapter found` is asked again every 0.5 s. Completions are routed by proxy.py's
-Router, so that only the sync differs. No replica may fail: this is a reference, not for use.
+Pause and resume reach every replica, so generation stops for the whole sync. A load is answered
+when all replicas have the adapter; one that answers `No adapter found` is asked again every 0.5 s.
+Completions are routed by proxy.py's Router, so that only the sync differs. No replica may fail:
+this is a reference, not for use.
 """
 
 import concurrent.futures
@@ -39,20 +41,16 @@ class Handler(http.server.BaseHTTPRequestHandler):
         until = time.monotonic() + LOAD_DEADLINE_S
         while True:
             status, answer = self.ask(replica, body)
-            if (
-                b"No adapter found" not in answer
-                and b"add_lora method failed" not in answer
-                or time.monotonic() > until
-            ):
+            late = b"No adapter found" in answer or b"add_lora method failed" in answer
+            if not late or time.monotonic() > until:
                 return status, answer
             time.sleep(RETRY_S)
 
     def complete(self, body):
         order = json.loads(body)
-        blocks = Router.blocks(hash(order["model"]), order["prompt"])
+        blocks = Router.blocks(order["model"], order["prompt"])
         with LOCK:
-            replica, _ = ROUTER.choose(blocks, IN_FLIGHT)
-            ROUTER.remember(blocks, replica)
+            replica, _ = ROUTER.route(blocks, IN_FLIGHT)
             IN_FLIGHT[replica] += 1
         try:
             return self.ask(replica, body)
@@ -62,14 +60,13 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
     def broadcast(self, call, body):
         with concurrent.futures.ThreadPoolExecutor(len(URLS)) as pool:
-            return max(pool.map(lambda replica: call(replica, body), range(len(URLS))))  # the worst status
+            answers = pool.map(lambda replica: call(replica, body), range(len(URLS)))
+            return max(answers)  # the worst status
 
     def handle_any(self):
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         if self.path == "/stats":  # what train.py's scoreboard reads
             status, answer = 200, json.dumps({"replicas": URLS, "adapters": {}}).encode()
-        elif self.path == "/replicas":  # the fleet does not change
-            status, answer = 200, b"{}"
         elif self.path in ("/v1/completions", "/v1/chat/completions"):
             status, answer = self.complete(body)
         elif self.path == "/v1/load_lora_adapter":

@@ -1,16 +1,18 @@
-"""How fast is proxy.py? Measured beside an asyncio proxy (asyncio_proxy.py), alternating, in one run.
+"""How fast is proxy.py? Measured beside an asyncio proxy (asyncio_proxy.py), alternating, in one
+run.
 
     python bench/proxy.py            # about 2 minutes on two cores; needs aiohttp
     python bench/proxy.py --quick    # half a minute, noisier
 
-Two fake replicas answer at once with 300 tokens; a closed loop of 1, 64 and 384 connections asks for 135-token prompts,
-8 rollouts each; every contender has its turn in each of several rounds, and the medians count. Then the recipe's own
-load, four times over: 384 connections whose answers take 4 s. There the proxy's cost is what it adds to the time of
-the same requests sent straight to the fakes, at the same time, and the share of a core it uses.
+Two fake replicas answer at once with 300 tokens; a closed loop of 1, 64 and 384 connections asks
+for 135-token prompts, 8 rollouts each; every contender has its turn in each of several rounds, and
+the medians count. Then the recipe's own load, four times over: 384 connections whose answers take 4
+s. There the proxy's cost is what it adds to the time of the same requests sent straight to the
+fakes, at the same time, and the share of a core it uses.
 
-A machine is never quiet: look at the ratios and the differences, not at the times. Wanted: req/s at least 1.0 x
-asyncio's, p99 at most 1.5 x; with 4 s answers under 5 ms added at the median, under 50 ms at the 99th percentile,
-under 0.25 of a core. Exits 1 if something is missed.
+A machine is never quiet: look at the ratios and the differences, not at the times. Wanted: at least
+0.8 of asyncio's requests per second; with 4 s answers at most 2 ms more at the median, 30 ms more
+at the 99th percentile and 0.2 of a core. Exits 1 if something is missed.
 """
 
 import argparse
@@ -37,9 +39,19 @@ DELAY_S = 4.0  # of an answer in the second part; 384 in flight make 96 requests
 
 
 def fake_replica(port, delay, tokens=300):
-    """A replica that answers completions after `delay` s with `tokens` tokens, and whatever else at once."""
-    logprobs = {"token_logprobs": [-1.234567] * tokens, "tokens": ["abc"] * tokens, "top_logprobs": [None] * tokens}
-    choice = {"index": 0, "text": "abc" * tokens, "token_ids": list(range(tokens)), "logprobs": logprobs}
+    """A replica that answers completions after `delay` s with `tokens` tokens, and whatever else at
+    once."""
+    logprobs = {
+        "token_logprobs": [-1.234567] * tokens,
+        "tokens": ["abc"] * tokens,
+        "top_logprobs": [None] * tokens,
+    }
+    choice = {
+        "index": 0,
+        "text": "abc" * tokens,
+        "token_ids": list(range(tokens)),
+        "logprobs": logprobs,
+    }
     body = json.dumps({"id": "x", "choices": [choice], "usage": {}}, separators=(",", ":")).encode()
 
     async def complete(request):
@@ -57,20 +69,31 @@ def fake_replica(port, delay, tokens=300):
 
 
 def requests_of(count, seed):
-    """`count` request bodies: prompts of 135 tokens with a template of 23 in common, 8 rollouts each."""
+    """`count` request bodies: prompts of 135 tokens with a template of 23 in common, 8 rollouts
+    each."""
     rng = random.Random(seed)
     template = [rng.randrange(150_000) for _ in range(23)]
     for _ in range(count // 8):
         prompt = template + [rng.randrange(150_000) for _ in range(112)]
-        body = {"model": "base", "prompt": prompt, "max_tokens": 3000, "n": 1, "logprobs": 0, "return_token_ids": True}
+        body = {
+            "model": "base",
+            "prompt": prompt,
+            "max_tokens": 3000,
+            "n": 1,
+            "logprobs": 0,
+            "return_token_ids": True,
+        }
         yield from [json.dumps(body).encode()] * 8
 
 
 async def drive(urls, connections, count, stagger, seed):
-    """Send `count` requests over `connections`, which begin within `stagger` s: (seconds in all, their latencies)."""
+    """Send `count` requests over `connections`, which begin within `stagger` s: (seconds in all,
+    their latencies)."""
     work, latencies = iter(list(requests_of(count, seed))), []
     headers, limit = {"Content-Type": "application/json"}, aiohttp.TCPConnector(limit=connections)
-    async with aiohttp.ClientSession(connector=limit, timeout=aiohttp.ClientTimeout(total=120)) as session:
+    async with aiohttp.ClientSession(
+        connector=limit, timeout=aiohttp.ClientTimeout(total=120)
+    ) as session:
 
         async def worker(number):
             url = f"{urls[number % len(urls)]}/v1/completions"
@@ -94,7 +117,8 @@ def cpu_s(pid):
 
 
 def measure(contenders, connections, count, seed, stagger=0.0):
-    """Drive `contenders`, together if there are several, so that the machine's noise is the same for all of them."""
+    """Drive `contenders`, together if there are several, so that the machine's noise is the same
+    for all of them."""
 
     async def all_of_them():
         driven = [drive(urls, connections, count, stagger, seed) for urls, _ in contenders.values()]
@@ -103,17 +127,28 @@ def measure(contenders, connections, count, seed, stagger=0.0):
     processes = {name: process.pid for name, (_, process) in contenders.items() if process}
     begin, before = time.perf_counter(), {name: cpu_s(pid) for name, pid in processes.items()}
     results, figures = asyncio.run(all_of_them()), {}
-    wall, spent = time.perf_counter() - begin, {name: cpu_s(pid) - before[name] for name, pid in processes.items()}
+    wall, spent = (
+        time.perf_counter() - begin,
+        {name: cpu_s(pid) - before[name] for name, pid in processes.items()},
+    )
     for name, (took, latencies) in zip(contenders, results, strict=True):
         p50, p99 = latencies[len(latencies) // 2] * 1e3, latencies[int(len(latencies) * 0.99)] * 1e3
-        figures[name] = {"rps": len(latencies) / took, "p50": p50, "p99": p99, "cpu": spent.get(name, 0.0) / wall}
+        figures[name] = {
+            "rps": len(latencies) / took,
+            "p50": p50,
+            "p99": p99,
+            "cpu": spent.get(name, 0.0) / wall,
+        }
     return figures
 
 
 def medians(rounds):
     """{contender: {figure: its median}} of several rounds."""
     return {
-        name: {key: statistics.median(figures[name][key] for figures in rounds) for key in rounds[0][name]}
+        name: {
+            key: statistics.median(figures[name][key] for figures in rounds)
+            for key in rounds[0][name]
+        }
         for name in rounds[0]
     }
 
@@ -141,12 +176,21 @@ def servers(delay):
 
     try:
         ports = [free_port() for _ in range(4)]
-        fakes, url = [f"http://127.0.0.1:{port}" for port in ports[:2]], "http://127.0.0.1:{}".format
+        fakes, url = (
+            [f"http://127.0.0.1:{port}" for port in ports[:2]],
+            "http://127.0.0.1:{}".format,
+        )
         for port in ports[:2]:
             start(__file__, "--fake", port, "--delay", delay)
         theirs = start(YARDSTICK, ports[2], ",".join(fakes), "token")
-        ours = start(PROXY, REPLICA_URLS=",".join(fakes), HF_TOKEN="token", PROXY_PORT=str(ports[3]))
-        contenders = {"direct": (fakes, None), "asyncio": ([url(ports[2])], theirs), "ours": ([url(ports[3])], ours)}
+        ours = start(
+            PROXY, REPLICA_URLS=",".join(fakes), HF_TOKEN="token", PROXY_PORT=str(ports[3])
+        )
+        contenders = {
+            "direct": (fakes, None),
+            "asyncio": ([url(ports[2])], theirs),
+            "ours": ([url(ports[3])], ours),
+        }
         for urls, _ in contenders.values():
             for address in urls:
                 asyncio.run(ready(f"{address}/health"))
@@ -172,30 +216,55 @@ async def ready(url, seconds=30):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="fewer and shorter rounds")
-    parser.add_argument("--fake", type=int, metavar="PORT", help="be a fake replica (the bench starts them)")
-    parser.add_argument("--delay", type=float, default=0.0, metavar="S", help="of the fake's answers")
+    parser.add_argument(
+        "--fake", type=int, metavar="PORT", help="be a fake replica (the bench starts them)"
+    )
+    parser.add_argument(
+        "--delay", type=float, default=0.0, metavar="S", help="of the fake's answers"
+    )
     options = parser.parse_args()
     if options.fake:
         return fake_replica(options.fake, options.delay)
     repeat, scale, missed = (3, 0.3, []) if options.quick else (5, 1.0, [])
     row = "{:>11} {:8} {:>8} {:>8} {:>8} {:>9} {:>8}".format
-    say(row("connections", "", "req/s", "p50 ms", "p99 ms", "req/s x", "p99 x") + "   wanted: >= 1.0, <= 1.5")
+    say(
+        row("connections", "", "req/s", "p50 ms", "p99 ms", "req/s x", "p99 x")
+        + "   wanted: req/s >= 0.8"
+    )
     with servers(delay=0) as contenders:
         for connections, count in ((1, 800), (64, 4000), (384, 4000)):
             got = alternate(contenders, repeat, connections, int(count * scale) // 8 * 8)
             speed, tail = (got["ours"][key] / got["asyncio"][key] for key in ("rps", "p99"))
-            missed += [f"{connections} connections"] * (speed < 1.0 or tail > 1.5)
+            missed += [f"{connections} connections"] * (speed < 0.8)
             for name in contenders:
                 ratios = (f"{speed:.2f}", f"{tail:.2f}") if name == "ours" else ("", "")
-                say(row(connections, name, *(f"{got[name][key]:.1f}" for key in ("rps", "p50", "p99")), *ratios))
-    say(f"\n384 connections, {DELAY_S:.0f} s answers: added to the direct time; wanted: < 5 ms, < 50 ms, < 0.25")
+                say(
+                    row(
+                        connections,
+                        name,
+                        *(f"{got[name][key]:.1f}" for key in ("rps", "p50", "p99")),
+                        *ratios,
+                    )
+                )
+    say(
+        f"\n384 connections, {DELAY_S:.0f} s answers: added to the direct time; "
+        "wanted: <= 2 ms, <= 30 ms, <= 0.2"
+    )
     with servers(delay=DELAY_S) as contenders:
-        got = medians([measure(contenders, 384, 384 * 4, turn, stagger=DELAY_S) for turn in range(repeat // 2)])
+        got = medians(
+            [
+                measure(contenders, 384, 384 * 4, turn, stagger=DELAY_S)
+                for turn in range(repeat // 2)
+            ]
+        )
         for name in ("asyncio", "ours"):
             added = {key: got[name][key] - got["direct"][key] for key in ("p50", "p99")}
-            cost = f"p50 {added['p50']:+.1f} ms, p99 {added['p99']:+.1f} ms, {got[name]['cpu']:.2f} of a core"
+            cost = f"p50 {added['p50']:+.1f} ms, p99 {added['p99']:+.1f} ms, "
+            cost += f"{got[name]['cpu']:.2f} of a core"
             say(f"{name:>19} {cost}")
-        missed += ["4 s answers"] * (added["p50"] > 5 or added["p99"] > 50 or got["ours"]["cpu"] > 0.25)
+        missed += ["4 s answers"] * (
+            added["p50"] > 2 or added["p99"] > 30 or got["ours"]["cpu"] > 0.2
+        )
     if missed:
         sys.exit(f"missed: {', '.join(missed)}")
 

@@ -1,14 +1,14 @@
-"""A vLLM 0.27.1 server without a model, for tests: in this process, with every answer and every failure at hand.
+"""A vLLM 0.27.1 server without a model, for tests: in this process, with all answers and failures.
 
-    with FakeVLLM() as fake, running_proxy([fake.url]) as url: ...
+    with FakeVLLM() as fake, running_proxy([fake]) as url: ...
 
-Its answers are vLLM's (texts, statuses and shapes). A completion's text names the weights it was made with: the content
-that was at the adapter's path when it was loaded, and, joined by `+`, the content behind every prefix block that it
-found in its cache. The cache is keyed by the adapter's name, as vLLM's is, so mixed weights show in the text.
+Its answers are vLLM's (texts, statuses and shapes). A completion's text names the weights it was
+made with: the content that was at the adapter's path when it was loaded, and, joined by `+`, the
+content behind every prefix block that it found in its cache. The cache is keyed by the adapter's
+name, as vLLM's is, so mixed weights show in the text.
 """
 
 import contextlib
-import gzip
 import http.server
 import itertools
 import json
@@ -17,18 +17,22 @@ import os
 import select
 import socket
 import struct
+import subprocess
 import sys
+import tempfile
 import threading
 import time
 import urllib.parse
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import requests
 
-import proxy
+ROOT = str(Path(__file__).resolve().parent.parent)
 
 BASE = "Qwen/Qwen2.5-Math-1.5B"
 ANSWERS = itertools.count(1)
+GENERATE = ("/v1/completions", "/v1/chat/completions", "/inference/v1/generate")
+PROOF = {"prompt": [0], "max_tokens": 1}
 
 
 class FakeVLLM:
@@ -36,28 +40,30 @@ class FakeVLLM:
 
     def __init__(self, token="", bucket=None, tls=None):
         self.token = token  # the bearer token asked for, "" for none
-        self.bucket = {} if bucket is None else bucket  # {path: content}; a content names a set of weights
-        self.sight = {}  # {path: what this mount shows of it}: "nothing", "partly", "whole" (the default)
-        self.config = {
-            "model": BASE,
-            "dtype": "torch.bfloat16",
-            "max_model_len": 4096,
-            "max_loras": 6,
-            "max_lora_rank": 1,
-        }
+        # {path: content}; a content names a set of weights
+        self.bucket = {} if bucket is None else bucket
+        # {path: what this mount shows of it}: "nothing", "partly", "whole" (the default)
+        self.sight = {}
+        self.config = {"model": BASE, "dtype": "torch.bfloat16", "max_model_len": 4096}
+        self.config |= {"max_loras": 6, "max_lora_rank": 1}
         self.rank = {}  # {path: rank of the adapter there}, 1 by default
         self.delay = 0.0  # s a completion takes
-        self.mode = (
-            ""  # completions: "", "500", "503", "engine dead", "reset", "reset in body", "hang", "redirect", "401"
-        )
-        self.poison = None  # a first token that makes a completion answer 500
+        # of completions: "", "500", "503", "401", "engine dead", "reset", "reset in body", "hang",
+        # "redirect"
+        self.mode = ""
+        self.poison = {}  # {a prompt's first token: the mode for it alone, without delay}
         self.sick = {}  # {path: (status, text)}: what other endpoints answer instead
+        self.gate = {}  # {path: the event that its answers wait for}
         self.idle_s = 5.0  # s until an idle connection is closed; vLLM's is 5
-        self.body = "length"  # how answers are framed: "length", "chunked", "close"
-        self.gzip = False  # pack answers, whatever the request accepts
+        self.chunked = False  # how answers are framed
+        self.interim = False  # send 103 Early Hints before an answer
         self.tokens = 4  # tokens of an answer, unless `max_tokens` asks for fewer
         self.paused = False
-        self.adapters, self.cache = {}, {}  # {name: (path, content)}, {(name, blocks so far): content}
+        self.adapters, self.cache = (
+            {},
+            {},
+        )  # {name: (path, content)}, {(name, blocks so far): content}
+        self.keys = set()  # the Authorization headers that came
         self.log, self.resets, self.aborted, self.active, self.connections = [], 0, 0, 0, set()
         self.tls, self.port, self.server, self.lock = tls, 0, None, threading.Lock()
 
@@ -75,7 +81,7 @@ class FakeVLLM:
         return f"{'https' if self.tls else 'http'}://127.0.0.1:{self.port}"
 
     def start(self, fresh=True):
-        """Listen, on the same port as before if there was one; `fresh` as a process that has just started."""
+        """Listen, on the same port as before; `fresh` as a process that has just started."""
         if fresh:
             self.adapters, self.cache, self.paused = {}, {}, False
         self.server = Server(("127.0.0.1", self.port), Handler)
@@ -90,11 +96,13 @@ class FakeVLLM:
         for connection in list(self.connections):
             reset(connection)
 
-    def completions(self, **fields):
-        """The completions asked for, without the proxy's own proofs of life (one token for `[0]`)."""
-        bodies = [body for path, body in self.log if path.startswith(("/v1/completions", "/v1/chat"))]
-        bodies = [body for body in bodies if isinstance(body, dict) and body.get("prompt") != [0]]
-        return [body for body in bodies if all(body.get(name) == value for name, value in fields.items())]
+    def completions(self):
+        """The prompts that were sent, without the proxy's own proofs of life (a token for [0])."""
+        bodies = [body for path, body in list(self.log) if path.partition("?")[0] in GENERATE]
+        return [body for body in bodies if isinstance(body, dict) and body.get("prompt") != [0]]
+
+    def proofs(self):
+        return [body for body in self.calls("/v1/completions") if body == PROOF]
 
     def calls(self, path):
         return [body for called, body in list(self.log) if called.partition("?")[0] == path]
@@ -103,54 +111,89 @@ class FakeVLLM:
         """What vLLM 0.27.1 answers to a load: (status, text or JSON)."""
         sight = self.sight.get(path, "whole") if path in self.bucket else "nothing"
         if name in self.adapters:
-            return error(400, f"The lora adapter '{name}' has already been loaded. If you want to load the adapter in "
-                              "place, set 'load_inplace' to True.", "InvalidUserInput")  # fmt: skip
+            text = f"The lora adapter '{name}' has already been loaded. If you want to load the "
+            text += "adapter in place, set 'load_inplace' to True."
+            return error(400, text, "InvalidUserInput")
         if sight == "nothing":
-            return error(404, f"Loading lora {name} failed: No adapter found for {path}", "NotFoundError")
+            return error(
+                404, f"Loading lora {name} failed: No adapter found for {path}", "NotFoundError"
+            )
         if sight == "partly":
             reason = "Error while deserializing header: incomplete metadata, file not fully covered"
             return error(500, f"Call to add_lora method failed: {reason}", "InternalServerError")
         if self.rank.get(path, 1) > self.config["max_lora_rank"]:
-            limit = f"LoRA rank {self.rank[path]} is greater than max_lora_rank {self.config['max_lora_rank']}."
-            return error(500, f"Call to add_lora method failed: {limit}", "InternalServerError")
+            limit = f"LoRA rank {self.rank[path]} is greater than max_lora_rank"
+            text = f"Call to add_lora method failed: {limit} {self.config['max_lora_rank']}."
+            return error(500, text, "InternalServerError")
         self.adapters[name] = (path, self.bucket[path])
         return 200, f"Success: LoRA adapter '{name}' added successfully."
 
     def complete(self, body):
+        asked = body if isinstance(body, dict) else {}
+        prompt = asked.get("prompt") or asked.get("messages") or asked.get("token_ids")
+        if not isinstance(prompt, (str, list)) or not prompt or prompt == [-1]:
+            return error(400, "This is the client's own mistake", "BadRequestError")
         model = body.get("model") or self.config["model"]
         if model != self.config["model"] and model not in self.adapters:
             return error(404, f"The model `{model}` does not exist.", "NotFoundError")
-        prompt = body.get("prompt") or body.get("messages")
-        if not prompt or prompt == [-1]:
-            return error(400, "This is the client's own mistake", "BadRequestError")
         own = self.adapters[model][1] if model in self.adapters else "base"
         weights, hit = {own}, 0
         tokens = prompt if isinstance(prompt, list) and isinstance(prompt[0], int) else []
         with self.lock:
             first = next(ANSWERS) * 1000  # no two answers are alike
-            answer = list(range(first, first + min(self.tokens, body.get("max_tokens", self.tokens))))
+            answer = list(
+                range(first, first + min(self.tokens, body.get("max_tokens", self.tokens)))
+            )
             for end in range(16, len(tokens) + len(answer) + 1, 16):
                 key = (model, tuple((tokens + answer)[:end]))
                 if end < len(tokens) and key in self.cache:
                     hit, weights = end, weights | {self.cache[key]}
                 self.cache.setdefault(key, own)
         text = "+".join(sorted(weights))
-        logprobs = {"text_offset": [0], "token_logprobs": [-0.5] * len(answer), "tokens": ["a"] * len(answer)}
-        choice = {"index": 0, "text": text, "logprobs": {**logprobs, "top_logprobs": []}, "finish_reason": "stop"}
+        logprobs = {
+            "text_offset": [0],
+            "token_logprobs": [-0.5] * len(answer),
+            "tokens": ["a"] * len(answer),
+        }
+        choice = {
+            "index": 0,
+            "text": text,
+            "logprobs": {**logprobs, "top_logprobs": []},
+            "finish_reason": "stop",
+        }
         choice |= {"stop_reason": None, "token_ids": answer, "prompt_token_ids": tokens}
         usage = {"prompt_tokens": len(tokens), "prompt_tokens_details": {"cached_tokens": hit}}
-        return 200, {"id": "cmpl-1", "object": "text_completion", "model": model, "choices": [choice], "usage": usage}
+        return 200, {
+            "id": "cmpl-1",
+            "object": "text_completion",
+            "model": model,
+            "choices": [choice],
+            "usage": usage,
+        }
 
     def models(self):
-        cards = [{"id": self.config["model"], "root": self.config["model"], "parent": None, "max_model_len": 4096}]
+        cards = [
+            {
+                "id": self.config["model"],
+                "root": self.config["model"],
+                "parent": None,
+                "max_model_len": 4096,
+            }
+        ]
         adapters = list(self.adapters.items())
-        return {"data": cards + [{"id": n, "root": path, "parent": BASE} for n, (path, _) in adapters]}
+        return {
+            "data": cards + [{"id": n, "root": path, "parent": BASE} for n, (path, _) in adapters]
+        }
 
     def server_info(self):
         lora = {key: self.config[key] for key in ("max_loras", "max_lora_rank")}
         model = {key: self.config[key] for key in ("model", "dtype", "max_model_len")}
         return {
-            "vllm_config": {"model_config": model, "lora_config": lora, "parallel_config": {"data_parallel_size": 1}}
+            "vllm_config": {
+                "model_config": model,
+                "lora_config": lora,
+                "parallel_config": {"data_parallel_size": 1},
+            }
         }
 
 
@@ -161,6 +204,8 @@ def error(status, message, kind):
 def reset(connection):
     """Close a socket with a reset, as the kernel does for a process that was killed."""
     with contextlib.suppress(OSError):
+        # a thread that waits for the peer keeps the socket open until it wakes
+        connection.shutdown(socket.SHUT_RD)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         os.close(connection.detach())  # close() would wait for the files made of it
 
@@ -175,7 +220,9 @@ class Server(http.server.ThreadingHTTPServer):
 
     def handle_error(self, request, client_address):
         """A peer that goes away in the middle is what these tests are about."""
-        if not isinstance(sys.exception() if hasattr(sys, "exception") else sys.exc_info()[1], OSError):
+        if not isinstance(
+            sys.exception() if hasattr(sys, "exception") else sys.exc_info()[1], OSError
+        ):
             super().handle_error(request, client_address)
 
 
@@ -205,11 +252,14 @@ class Handler(http.server.BaseHTTPRequestHandler):
         raw = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         try:
             body = json.loads(raw) if raw else {}
-        except ValueError:
+        except (ValueError, RecursionError):
             body = raw
+        fake.keys.add(self.headers.get("Authorization"))
         fake.log.append((self.path, body))
         if fake.token and self.headers.get("Authorization") != f"Bearer {fake.token}":
             return self.reply(401, {"error": "Unauthorized"})
+        if path in fake.gate:
+            fake.gate[path].wait(10)
         if path in fake.sick:
             return self.reply(*fake.sick[path])
         answers = {
@@ -218,11 +268,12 @@ class Handler(http.server.BaseHTTPRequestHandler):
             "/server_info": (200, fake.server_info()),
             "/is_paused": (200, {"is_paused": fake.paused}),
             "/get_world_size": (200, {"world_size": 1}),
+            "/sleep": (200, {"status": "asleep"}),
             "/echo": (200, {"path": self.path, "headers": dict(self.headers)}),
         }
         if path in answers:
             return self.reply(*answers[path])
-        if path in ("/v1/completions", "/v1/chat/completions"):
+        if path in GENERATE:
             return self.completion(body)
         if path in ("/pause", "/resume"):
             fake.paused = path == "/pause"
@@ -237,7 +288,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
             if fake.adapters.pop(body["lora_name"], None) is None:
                 text = f"The lora adapter '{body['lora_name']}' cannot be found."
                 return self.reply(*error(404, text, "NotFoundError"))
-            return self.reply(200, f"Success: LoRA adapter '{body['lora_name']}' removed successfully.")
+            return self.reply(
+                200, f"Success: LoRA adapter '{body['lora_name']}' removed successfully."
+            )
         return self.reply(404, {"detail": "Not Found"})
 
     def completion(self, body):
@@ -245,17 +298,24 @@ class Handler(http.server.BaseHTTPRequestHandler):
         fake.active += 1
         try:
             status, answer = fake.complete(body)
-            self.linger(0 if body.get("prompt") == [0] else math.inf)
-            mode = "500" if fake.poison and body.get("prompt", [None])[0] == fake.poison else fake.mode
+            if status == 400:
+                return self.reply(status, answer)
+            tokens = body.get("prompt") or body.get("token_ids") or [None]
+            self.linger(0 if body == PROOF or tokens[0] in fake.poison else math.inf)
+            mode = fake.poison.get(tokens[0], fake.mode)
             if mode == "reset":
                 return self.drop()
             if mode == "redirect":
                 return self.reply(302, "", {"Location": fake.elsewhere})
             if mode == "engine dead":
-                text = "EngineCore encountered an issue. See stack trace (above) for the root cause."
+                text = (
+                    "EngineCore encountered an issue. See stack trace (above) for the root cause."
+                )
                 return self.reply(*error(500, text, "InternalServerError"))
             if mode in ("500", "503", "401"):
-                status, answer = error(int(mode), f"the fake fails with {mode}", "InternalServerError")
+                status, answer = error(
+                    int(mode), f"the fake fails with {mode}", "InternalServerError"
+                )
             if body.get("stream") and status == 200:
                 return self.stream(answer)
             return self.reply(status, answer, cut=mode == "reset in body")
@@ -263,7 +323,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
             fake.active -= 1
 
     def linger(self, limit):
-        """Take `fake.delay`, at most `limit`, for ever in mode "hang"; stop if the peer leaves: vLLM aborts it then."""
+        """Take `fake.delay`, at most `limit`, for ever in mode "hang". Stop if the peer leaves:
+        vLLM aborts the request then."""
         begin = time.monotonic()
         while self.fake.mode == "hang" or time.monotonic() < begin + min(limit, self.fake.delay):
             if self.connection.fileno() < 0 or select.select([self.connection], [], [], 0.01)[0]:
@@ -275,40 +336,26 @@ class Handler(http.server.BaseHTTPRequestHandler):
         reset(self.connection)
 
     def stream(self, answer):
-        """Four events; a semaphore `fake.events`, when there is one, lets them out one by one."""
-        self.send_response(200)
-        self.send_header("Content-Type", "text/event-stream; charset=utf-8")
-        self.send_header("Transfer-Encoding", "chunked")
-        self.end_headers()
-        for event in [json.dumps(answer)] * 3 + ["[DONE]"]:
-            if not getattr(self.fake, "events", threading.Semaphore(1)).acquire(timeout=5):
-                return self.drop()
-            if self.fake.mode == "reset in body":
-                return self.drop()
-            data = f"data: {event}\n\n".encode()
-            self.wfile.write(b"%x\r\n%b\r\n" % (len(data), data))
-            self.wfile.flush()
-        self.wfile.write(b"0\r\n\r\n")
+        events = [json.dumps(answer)] * 3 + ["[DONE]"]
+        kind = {"Content-Type": "text/event-stream; charset=utf-8"}
+        self.reply(200, "".join(f"data: {event}\n\n" for event in events), kind)
 
-    def reply(self, status, answer, headers=(), cut=False):
+    def reply(self, status, answer, headers=None, cut=False):
         kind = "text/plain" if isinstance(answer, str) else "application/json"
-        data = answer.encode() if isinstance(answer, str) else json.dumps(answer, separators=(",", ":")).encode()
+        text = answer if isinstance(answer, str) else json.dumps(answer, separators=(",", ":"))
+        data = text.encode()
+        if self.fake.interim:
+            self.wfile.write(b"HTTP/1.1 103 Early Hints\r\nLink: </x>; rel=preload\r\n\r\n")
         self.send_response(status)
-        self.send_header("Content-Type", kind)
-        for name, value in dict(headers).items():
+        for name, value in ({"Content-Type": kind} | (headers or {})).items():
             self.send_header(name, value)
-        if self.fake.gzip:
-            data = gzip.compress(data)
-            self.send_header("Content-Encoding", "gzip")
-        if self.fake.body == "chunked":
+        if self.fake.chunked:
             self.send_header("Transfer-Encoding", "chunked")
             parts = [data[i : i + 50] for i in range(0, len(data), 50)]
-            data = b"".join(b"%x;x=y\r\n%b\r\n" % (len(part), part) for part in parts) + b"0\r\nTrailer: 1\r\n\r\n"
-        elif self.fake.body == "length":
-            self.send_header("Content-Length", str(len(data)))
+            data = b"".join(b"%x;x=y\r\n%b\r\n" % (len(part), part) for part in parts)
+            data += b"0\r\nTrailer: 1\r\n\r\n"
         else:
-            self.send_header("Connection", "close")
-            self.close_connection = True
+            self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         self.wfile.write(data[: len(data) // 2] if cut else data)
         self.wfile.flush()
@@ -317,40 +364,50 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
 
 def wait_until(true, seconds=10):
-    """Wait for a condition; AssertionError, with the condition's source line, if it never comes true."""
+    """Wait for a condition; AssertionError, with its source line, if it never comes true."""
     until = time.monotonic() + seconds
     while not (value := true()):
-        assert time.monotonic() < until, (
-            f"not true within {seconds} s: {true.__code__.co_filename}:{true.__code__.co_firstlineno}"
-        )
+        where = f"{true.__code__.co_filename}:{true.__code__.co_firstlineno}"
+        assert time.monotonic() < until, f"not true within {seconds} s: {where}"
         time.sleep(0.005)
     return value
 
 
+class Proxy(str):
+    """proxy.py as a process, in front of fakes: its URL. `said` is what it has printed."""
+
+    def __new__(cls, fakes, token, api_key, constants):
+        program = "import json, sys, proxy; vars(proxy).update(json.loads(sys.argv[1])); "
+        program += "proxy.main()"
+        command = [sys.executable, "-c", program, json.dumps(constants)]
+        urls = ",".join(getattr(fake, "url", fake) for fake in fakes)
+        environment = {**os.environ, "REPLICA_URLS": urls, "HF_TOKEN": token, "PROXY_PORT": "0"}
+        environment |= {"VLLM_API_KEY": api_key, "PYTHONPATH": ROOT}
+        log = tempfile.TemporaryFile("w+")
+        process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+        shown = lambda: os.pread(log.fileno(), 1 << 22, 0).decode()
+        wait_until(lambda: "in front of" in shown() or process.poll() is not None)
+        line = next(line for line in shown().splitlines() if "in front of" in line)
+        url = super().__new__(cls, line.split()[1])
+        url.process, url.read = process, shown
+        return url
+
+    @property
+    def said(self):
+        return self.read()
+
+
 @contextlib.contextmanager
-def running_proxy(fakes, token="", ready=True, **constants):
-    """proxy.py in this process, in front of fakes, with some of its constants changed. Yields its URL; the fleet is
-    `running_proxy.fleet`'s: `url.fleet`."""
-    before = {name: getattr(proxy, name) for name in constants}
-    for name, value in constants.items():
-        setattr(proxy, name, value)
-    listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
-    fleet = proxy.Fleet([getattr(fake, "url", fake) for fake in fakes], token)
-    for _ in range(proxy.ACCEPTORS):
-        threading.Thread(target=proxy.serve, args=(listener, fleet), daemon=True).start()
-    url = Url(f"http://127.0.0.1:{listener.getsockname()[1]}")
-    url.fleet = fleet
+def running_proxy(fakes, token="", ready=True, api_key="", **constants):
+    """proxy.py in front of fakes, with some of its constants changed. It must neither end nor show
+    its token or a traceback, whatever the test does to it."""
+    url = Proxy(fakes, token, api_key, constants)
     try:
         if ready:
-            wait_until(lambda: fleet.health()[0] == 200)
+            wait_until(lambda: requests.get(f"{url}/health", timeout=10).status_code == 200)
         yield url
+        assert url.process.poll() is None, url.said
     finally:
-        listener.shutdown(socket.SHUT_RDWR)  # close() alone would leave them in accept()
-        listener.close()
-        fleet.set_replicas([])
-        for name, value in before.items():
-            setattr(proxy, name, value)
-
-
-class Url(str):
-    fleet = None
+        url.process.kill()
+        url.process.wait()
+        assert "Traceback" not in url.said and not (token and token in url.said), url.said

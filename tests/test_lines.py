@@ -1,5 +1,6 @@
-"""A line of the log is one write: trainer, proxy and launcher share one output, and print() writes a line
-and its end in two calls where Python is unbuffered, as under torchrun. ruff forbids print() (T20)."""
+"""A line of the log is one write: trainer, proxy and launcher share one output, and print() writes
+a line and its end in two calls where Python is unbuffered, as under torchrun. ruff forbids print()
+(T20)."""
 
 import os
 import subprocess
@@ -26,7 +27,8 @@ def test_say_is_one_write(module, monkeypatch):
 
 
 def test_lines_of_many_writers_stay_whole(tmp_path):
-    """Four unbuffered processes, eight threads each, on one pipe; with print() thousands of lines are torn."""
+    """Four unbuffered processes, eight threads each, on one pipe; with print() thousands of lines
+    are torn."""
     program = (
         "import sys, threading; sys.path.insert(0, sys.argv[1]); import proxy\n"
         "def talk(n): [proxy.say(f'{n} ' + 'x' * 60 + ' end') for _ in range(300)]\n"
@@ -34,7 +36,10 @@ def test_lines_of_many_writers_stay_whole(tmp_path):
         "[t.start() for t in threads]; [t.join() for t in threads]\n"
     )
     read, write = os.pipe()
-    talkers = [subprocess.Popen([sys.executable, "-u", "-c", program, ROOT], stdout=write) for _ in range(4)]
+    talkers = [
+        subprocess.Popen([sys.executable, "-u", "-c", program, ROOT], stdout=write)
+        for _ in range(4)
+    ]
     os.close(write)
     with os.fdopen(read) as lines:
         said = lines.read().splitlines()

@@ -1,57 +1,119 @@
 """proxy.py when things break: no rollout is lost, no policies are mixed, and every wait ends."""
 
-import socket
-import sys
+import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import requests
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
 from fake_vllm import BASE, FakeVLLM, running_proxy, wait_until
-from test_proxy import TOKEN, ask, ids, in_background, load, stats, text, two, unload
+from test_proxy import (
+    TOKEN,
+    ask,
+    connect,
+    ids,
+    in_background,
+    inflight,
+    live,
+    load,
+    reason,
+    states,
+    stats,
+    text,
+    two,
+    unload,
+    where,
+)
 
 __all__ = ["two"]  # the fixture: two replicas on one bucket
 
-QUICK = {"PROBE_S": 0.05, "PROVE_S": 2}
+QUICK = {"PROBE_S": 0.05, "CONTROL_S": 2, "RETRY_S": 0.02}
+MODES = ["reset", "reset in body", "500", "503", "engine dead", "401", "redirect"]
 
 
-def states(url):
-    return [replica["state"] for replica in stats(url)["replicas"]]
+def slow(fakes, delay=60):
+    for fake in fakes:
+        fake.delay = delay
 
 
-def inflight(url):
-    return [replica["inflight"] for replica in stats(url)["replicas"]]
+def home_of(url, prompt, fakes, **fields):
+    """(the replica that a prompt goes to from now on, the other one)"""
+    number = where(ask(url, prompt, **fields), fakes)
+    return fakes[number], fakes[1 - number]
 
 
-# ---- a replica fails: it is out at once, its requests are answered elsewhere
+# ---- one failed request is no verdict: the replica is doubted, and must prove itself
 
 
-@pytest.mark.parametrize("mode", ["reset", "reset in body", "500", "503", "engine dead", "401", "redirect"])
-def test_a_request_that_a_replica_fails_is_answered_by_another(two, mode):
+@pytest.mark.parametrize("mode", MODES)
+def test_one_failed_request_is_answered_elsewhere_and_costs_the_replica_nothing(two, mode):
+    """Its prefix cache is not reset, and its other nineteen requests go on."""
+    with running_proxy(two, TOKEN, **QUICK) as url:
+        load(url, "v1", "/lora/v1")
+        prompt = ids(40)
+        sick, other = home_of(url, prompt, two, model="v1")
+        slow(two)
+        others = [in_background(ask, url, ids(40), "v1") for _ in range(38)]
+        wait_until(lambda: two[0].active == two[1].active == 19)
+        sick.elsewhere = "http://127.0.0.1:9/"
+        sick.poison, other.poison = {prompt[0]: mode}, {prompt[0]: ""}
+        resets, proofs = sick.resets, len(sick.proofs())
+        answer = ask(url, prompt, "v1")
+        assert (text(answer), answer.headers["X-Replica"]) == ("weights-1", other.url)
+        wait_until(lambda: states(url) == ["ready", "ready"])
+        assert f"{sick.url} doubted: /v1/completions: " in url.said
+        assert (sick.resets, sick.aborted, sick.active) == (resets, 0, 19)
+        assert len(sick.proofs()) == proofs + 1
+        slow(two, 0)
+        assert {text(answer.result(10)) for answer in others} == {"weights-1"}
+        now = stats(url)
+        assert (now["retried"], now["ejected"]) == (1, 0)
+
+
+def test_a_doubted_replica_gets_no_new_requests_until_it_has_proved_itself(two):
+    with running_proxy(two, TOKEN, **QUICK) as url:
+        prompt = ids(40)
+        sick, other = home_of(url, prompt, two)
+        sick.poison, sick.gate = {prompt[0]: "500"}, {"/v1/models": threading.Event()}
+        for question in [prompt] + [ids(40) for _ in range(6)]:
+            assert ask(url, question).headers["X-Replica"] == other.url
+        assert sorted(states(url)) == ["doubted", "ready"]
+        sick.gate["/v1/models"].set()
+        wait_until(lambda: states(url) == ["ready", "ready"])
+        assert {where(ask(url, ids(40)), two) for _ in range(4)} == {0, 1}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_replica_that_cannot_prove_itself_is_out_and_swallows_no_traffic(two, mode):
+    """With nothing in flight it looks least loaded."""
     with running_proxy(two, TOKEN, PROBE_S=30) as url:
         load(url, "v1", "/lora/v1")
-        two[0].elsewhere = "http://127.0.0.1:9/"
-        two[0].mode = mode
-        prompts = [ids(40) for _ in range(6)]
-        answers = [ask(url, prompt, "v1") for prompt in prompts]
+        two[0].elsewhere, two[0].mode = "http://127.0.0.1:9/", mode
+        answers = [ask(url, ids(40), "v1") for _ in range(12)]
         assert {text(answer) for answer in answers} == {"weights-1"}
-        assert {answer.headers["X-Replica"] for answer in answers} == {"1"}
-        assert len(two[0].completions()) == 1, "out at once: nobody else's request was lost to it"
+        assert {where(answer, two) for answer in answers} == {1}
+        assert len(two[0].completions()) == 1
+        wait_until(lambda: states(url) == ["out", "ready"])
         now = stats(url)
         assert (now["retried"], now["ejected"], inflight(url)) == (1, 1, [0, 0])
-        assert now["replicas"][0]["state"] != "ready"
+
+
+def test_a_replica_that_was_restarted_behind_our_back_gets_its_adapters_anew(two):
+    """It answers 404 for an adapter that it should hold."""
+    with running_proxy(two, TOKEN, **QUICK) as url:
+        load(url, "v1", "/lora/v1")
+        two[0].adapters.clear()
+        assert [text(ask(url, ids(40), "v1")) for _ in range(4)] == ["weights-1"] * 4
+        wait_until(lambda: "it does not hold its adapters" in url.said)
+        wait_until(lambda: states(url) == ["ready", "ready"])
+        assert list(two[0].adapters) == ["v1"] and stats(url)["ejected"] == 1
 
 
 def test_a_replica_that_died_is_out_and_all_its_requests_are_answered(two):
     with running_proxy(two, TOKEN, **QUICK) as url:
         load(url, "v1", "/lora/v1")
-        for fake in two:
-            fake.delay = 60
+        slow(two)
         with ThreadPoolExecutor(16) as pool:
             answers = [pool.submit(ask, url, ids(40), "v1") for _ in range(16)]
             wait_until(lambda: two[0].active == two[1].active == 8)
@@ -59,119 +121,85 @@ def test_a_replica_that_died_is_out_and_all_its_requests_are_answered(two):
             wait_until(lambda: two[1].active == 16)
             two[1].delay = 0
             assert {text(answer.result(10)) for answer in answers} == {"weights-1"}
+        wait_until(lambda: "Connection refused" in reason(url))
         now = stats(url)
         assert (now["retried"], now["ejected"]) == (8, 1)
-        wait_until(lambda: "Connection refused" in stats(url)["replicas"][0]["reason"])
 
 
-def test_a_404_for_an_adapter_it_should_hold_takes_a_replica_out(two):
-    """It was restarted behind our back. It gets its adapters anew before its next request."""
+def test_a_failed_health_check_is_a_doubt_too(two):
     with running_proxy(two, TOKEN, **QUICK) as url:
         load(url, "v1", "/lora/v1")
-        two[0].adapters.clear()
-        assert [text(ask(url, ids(40), "v1")) for _ in range(4)] == ["weights-1"] * 4
-        assert stats(url)["ejected"] == 1
+        resets = two[0].resets
+        two[0].sick["/health"] = (503, "busy")
+        wait_until(lambda: f"{two[0].url} doubted: /health: 503 busy" in url.said)
+        two[0].sick.clear()
         wait_until(lambda: states(url) == ["ready", "ready"])
-        assert list(two[0].adapters) == ["v1"]
+        assert stats(url)["ejected"] == 0
+        assert two[0].resets == resets and list(two[0].adapters) == ["v1"]
 
 
-def test_a_replica_that_fails_swallows_no_traffic(two):
-    """With nothing in flight it looks least loaded. Sixty requests while it is broken: it gets the first alone."""
-    with running_proxy(two, TOKEN, **QUICK) as url:
-        two[0].mode = "500"
-        for _ in range(60):
-            assert text(ask(url, ids(40))) == "base"
-        assert len(two[0].completions()) == 1
-        assert stats(url)["retried"] == 1
+@pytest.mark.parametrize(("mode", "status"), [("500", 500), ("reset", 502)])
+@pytest.mark.parametrize("path", ["/v1/completions", "/inference/v1/generate"])
+def test_a_request_that_fails_everywhere_is_itself_to_blame(two, path, mode, status):
+    """A poisonous prompt costs no replica its place or its prefix cache, however often TRL asks."""
+    for fake in two:
+        fake.poison = {7: mode}
+    with running_proxy(two, TOKEN, MAX_FAILURES=3, **QUICK) as url:
+        resets = [fake.resets for fake in two]
+        for tries in range(1, 4):
+            body = {"prompt": [7] * 20, "token_ids": [7] * 20}
+            answer = requests.post(url + path, json=body, timeout=30)
+            assert answer.status_code == status
+            assert ("the fake fails with 500" in answer.text) == (mode == "500")
+            assert len(two[0].completions() + two[1].completions()) == 3 * tries
+        wait_until(lambda: states(url) == ["ready", "ready"])
+        assert [fake.resets for fake in two] == resets
+        assert text(ask(url, ids(40))) == "base" and stats(url)["ejected"] == 0
 
 
 def test_a_clients_own_mistake_is_passed_on_once_and_untouched(two):
     with running_proxy(two, TOKEN) as url:
         load(url, "v1", "/lora/v1")
         wrong, unknown = ask(url, [-1], "v1"), ask(url, ids(40), "v9")
-        assert (wrong.status_code, wrong.json()["error"]["message"]) == (400, "This is the client's own mistake")
-        assert (unknown.status_code, unknown.json()["error"]["message"]) == (404, "The model `v9` does not exist.")
+        assert wrong.status_code == 400 and unknown.status_code == 404
+        assert wrong.json()["error"]["message"] == "This is the client's own mistake"
+        assert unknown.json()["error"]["message"] == "The model `v9` does not exist."
         assert len(two[0].completions() + two[1].completions()) == 2
-        assert stats(url)["ejected"] == stats(url)["retried"] == 0
-
-
-def test_a_request_that_breaks_every_replica_gets_its_error_in_the_end(two):
-    for fake in two:
-        fake.poison = 7
-    with running_proxy(two, TOKEN, **QUICK) as url:
-        answer = ask(url, [7] * 20)
-        assert answer.status_code == 500 and "the fake fails with 500" in answer.text
-        assert 2 < len(two[0].completions() + two[1].completions()) < 10
-        wait_until(lambda: states(url) == ["ready", "ready"])
-        assert text(ask(url, ids(40))) == "base"
-
-
-def test_a_request_that_kills_the_connection_everywhere_gets_a_502(two):
-    with running_proxy(two, TOKEN, MAX_RESENDS=1, **QUICK) as url:
-        for fake in two:
-            fake.mode = "reset"
-        answer = ask(url, ids(20))
-        assert answer.status_code == 502 and "2 times a replica failed with this request" in answer.text
-
-
-def test_a_stream_whose_replica_dies_is_cut_and_the_replica_is_out(two):
-    with running_proxy(two, TOKEN, PROBE_S=30) as url:
-        for fake in two:
-            fake.events = threading.Semaphore(1)
-        answer = requests.post(f"{url}/v1/completions", json={"prompt": ids(20), "stream": True}, stream=True)
-        fake = two[int(answer.headers["X-Replica"])]
-        lines = answer.iter_lines()
-        assert next(lines).startswith(b"data: ")
-        fake.mode = "reset in body"
-        fake.events.release()
-        with pytest.raises(requests.exceptions.ChunkedEncodingError):
-            list(lines)
-        wait_until(lambda: stats(url)["ejected"] == 1)
-        assert inflight(url) == [0, 0]
+        assert stats(url)["retried"] == 0 and "doubted" not in url.said
 
 
 # ---- a replica hangs
 
 
-def test_a_hung_replica_is_noticed_and_its_requests_are_answered_elsewhere(two, capsys):
-    with running_proxy(two, TOKEN, HANG_S=0.5, PROVE_S=1, PROBE_S=0.05) as url:
+def test_a_hung_replica_is_noticed_and_its_requests_are_answered_elsewhere(two):
+    with running_proxy(two, TOKEN, HANG_S=0.5, CONTROL_S=1, PROBE_S=0.05) as url:
         two[0].mode = "hang"
         with ThreadPoolExecutor(8) as pool:
             answers = list(pool.map(lambda _: ask(url, ids(40)), range(8)))
         assert [text(answer) for answer in answers] == ["base"] * 8
-        assert stats(url)["ejected"] == 1
+        assert f"{two[0].url} doubted: no answer for 0.5 s" in url.said
         assert two[0].calls("/health"), "it still answers /health"
-    assert "out: hangs: no answer for 0.5 s, and no token on request" in capsys.readouterr().out
-
-
-def test_a_hung_replica_comes_back_only_when_it_generates_a_token(two):
-    with running_proxy(two, TOKEN, HANG_S=0.5, PROVE_S=1, PROBE_S=0.05) as url:
-        two[0].mode = "hang"
-        answers = [in_background(ask, url, ids(40)) for _ in range(2)]
-        wait_until(lambda: states(url) == ["out", "ready"])
-        seen = len(two[0].calls("/health"))
-        wait_until(lambda: len(two[0].calls("/health")) > seen + 1)
-        assert states(url) == ["out", "ready"] and stats(url)["readmitted"] == 0
-        two[0].mode = ""
+        assert states(url) == ["out", "ready"] and "/v1/completions: 504 " in reason(url)
+        two[0].mode = ""  # it comes back when it generates a token again
         wait_until(lambda: states(url) == ["ready", "ready"])
-        assert stats(url)["readmitted"] == 1
-        assert [text(answer.result(5)) for answer in answers] == ["base"] * 2
+        now = stats(url)
+        assert (now["ejected"], now["readmitted"]) == (1, 1)
 
 
 def test_a_long_generation_is_no_hang(two):
-    """Requests older than the limit, but the engine gives a token when asked for one: nothing happens."""
-    with running_proxy(two, TOKEN, HANG_S=0.2, PROVE_S=5, PROBE_S=0.05) as url:
-        two[0].delay = two[1].delay = 60
-        slow = in_background(ask, url, ids(40))
-        asked = lambda: [body["prompt"] for fake in two for body in fake.calls("/v1/completions")]  # noqa: E731
-        wait_until(lambda: asked().count([0]) >= 2)
-        two[0].delay = two[1].delay = 0
-        assert text(slow.result(5)) == "base"
+    """Requests older than the limit, but the engine gives a token when asked for one."""
+    with running_proxy(two, TOKEN, HANG_S=0.2, CONTROL_S=5, PROBE_S=0.05) as url:
+        proofs = len(two[0].proofs() + two[1].proofs())
+        slow(two)
+        answer = in_background(ask, url, ids(40))
+        wait_until(lambda: len(two[0].proofs() + two[1].proofs()) >= proofs + 2)
+        slow(two, 0)
+        assert text(answer.result(5)) == "base"
         assert stats(url)["ejected"] == stats(url)["retried"] == 0
 
 
 def test_a_single_replica_that_hangs_is_noticed_too():
-    with FakeVLLM() as fake, running_proxy([fake], HANG_S=0.5, PROVE_S=1, PROBE_S=0.05) as url:
+    with FakeVLLM() as fake, running_proxy([fake], HANG_S=0.5, CONTROL_S=1, PROBE_S=0.05) as url:
         fake.mode = "hang"
         answer = in_background(ask, url, ids(40))
         wait_until(lambda: states(url) == ["out"])
@@ -192,25 +220,26 @@ def test_requests_wait_for_a_replica_to_come_back(two):
         assert requests.get(f"{url}/health").status_code == 503
         two[1].start()
         assert {text(answer.result(10)) for answer in answers} == {"weights-1"}
-        assert requests.get(f"{url}/health").status_code == 200
-        assert f"replica 1 ({two[0].url})" in requests.get(f"{url}/health").json()["out"]
+        health = requests.get(f"{url}/health")
+        assert health.status_code == 200 and two[0].url in health.json()["out"]
 
 
 def test_a_held_request_ends_at_the_deadline(two):
     with running_proxy(two, TOKEN, HOLD_DEADLINE_S=0.3, **QUICK) as url:
         for fake in two:
             fake.stop()
+        wait_until(lambda: states(url) == ["out", "out"])
         answer = ask(url, ids(40))
-        assert answer.status_code == 503 and "no replica took the request within 0.3 s" in answer.text
+        assert answer.status_code == 503 and "no replica in 0.3 s" in answer.text
         assert two[0].url in answer.text and "Connection refused" in answer.text
 
 
 def test_a_request_that_is_being_generated_ends_at_the_deadline_and_blames_nobody(two):
     with running_proxy(two, TOKEN, HOLD_DEADLINE_S=0.3, **QUICK) as url:
-        two[0].delay = two[1].delay = 60
+        slow(two)
         assert ask(url, ids(40)).status_code == 504
-        assert stats(url)["ejected"] == 0 and inflight(url) == [0, 0]
         wait_until(lambda: two[0].active + two[1].active == 0)
+        assert "doubted" not in url.said and inflight(url) == [0, 0]
 
 
 def test_a_returning_replica_gets_every_live_adapter_in_order_and_then_traffic(two):
@@ -222,23 +251,23 @@ def test_a_returning_replica_gets_every_live_adapter_in_order_and_then_traffic(t
         two[0].stop()
         wait_until(lambda: states(url) == ["out", "ready"])
         load(url, "v4", "/lora/v4")
-        wait_until(lambda: stats(url)["adapters"]["v4"]["state"] == "live")
+        live(url, "v4")
         two[0].sight["/lora/v3"] = "nothing"
         two[0].log.clear()
         two[0].start()
         wait_until(lambda: len(two[0].calls("/v1/load_lora_adapter")) >= 3)
         assert states(url) == ["joining", "ready"] and list(two[0].adapters) == ["v2"]
-        assert {ask(url, ids(40), name).headers["X-Replica"] for name in ("v2", "v3", "v4", BASE)} == {"1"}
+        assert {where(ask(url, ids(40), name), two) for name in ("v2", "v3", "v4", BASE)} == {1}
         two[0].sight.clear()
         wait_until(lambda: states(url) == ["ready", "ready"])
         assert list(two[0].adapters) == ["v2", "v3", "v4"]
-        assert not two[0].completions()
-        assert stats(url)["readmitted"] == 1
-        wait_until(lambda: ask(url, ids(40), "v4").headers["X-Replica"] == "0")
+        assert not two[0].completions() and stats(url)["readmitted"] == 1
+        assert f"{two[0].url} in service with 3 adapters" in url.said
+        assert {where(ask(url, ids(40), "v4"), two) for _ in range(4)} == {0, 1}
 
 
 def test_a_returning_replica_that_kept_its_memory_is_cleaned(two):
-    """It was only cut off: its adapters are of another time, its cache is not to be trusted."""
+    """It was only cut off: its adapters are of another time, and its cache is not to be trusted."""
     with running_proxy(two, TOKEN, **QUICK) as url:
         load(url, "v1", "/lora/v1")
         two[0].stop()
@@ -255,30 +284,14 @@ def test_a_returning_replica_that_kept_its_memory_is_cleaned(two):
 def test_the_prefixes_of_a_replica_that_left_are_forgotten(two):
     with running_proxy(two, TOKEN, **QUICK) as url:
         prompt = ids(135)
-        first = int(ask(url, prompt).headers["X-Replica"])
-        two[first].stop()
-        wait_until(lambda: states(url)[first] == "out")
-        two[first].start()
+        home, _ = home_of(url, prompt, two)
+        home.stop()
+        wait_until(lambda: "out" in states(url))
+        home.start()
         wait_until(lambda: states(url) == ["ready", "ready"])
         before = stats(url)["unmatched"]
         ask(url, prompt)
         assert stats(url)["unmatched"] == before + 1
-
-
-def test_late_news_of_an_earlier_life_changes_nothing(two):
-    """A request that failed on a replica before that went out and came back must not take it out again."""
-    with running_proxy(two, TOKEN, **QUICK) as url:
-        two[0].delay = two[1].delay = 60
-        slow = in_background(ask, url, ids(40))
-        wait_until(lambda: two[0].active + two[1].active == 1)
-        index = 0 if two[0].active else 1
-        replica, old = url.fleet.replicas[index], url.fleet.replicas[index].owner
-        url.fleet.eject(replica, old, "a test")
-        two[0].delay = two[1].delay = 0
-        assert text(slow.result(5)) == "base"
-        wait_until(lambda: states(url) == ["ready", "ready"])
-        url.fleet.eject(replica, old, "late news")
-        assert states(url) == ["ready", "ready"] and stats(url)["ejected"] == 1
 
 
 # ---- loads when replicas fail
@@ -297,19 +310,6 @@ def test_a_load_does_not_fail_because_one_of_several_replicas_died(two):
         assert text(ask(url, ids(40), "v1")) == "weights-1"
 
 
-@pytest.mark.parametrize(
-    "answer", [(500, "EngineCore encountered an issue."), (503, "starting"), (401, "Unauthorized")]
-)
-def test_a_replica_too_sick_to_load_is_out_and_the_load_goes_on(two, answer):
-    with running_proxy(two, TOKEN, **QUICK) as url:
-        two[0].sick["/v1/load_lora_adapter"] = answer
-        assert load(url, "v1", "/lora/v1").status_code == 200
-        assert states(url)[0] != "ready" and str(answer[0]) in stats(url)["replicas"][0]["reason"]
-        two[0].sick.clear()
-        wait_until(lambda: states(url) == ["ready", "ready"])
-        assert list(two[0].adapters) == ["v1"]
-
-
 def test_a_load_with_no_replica_left_goes_on_when_one_returns(two):
     with running_proxy(two, TOKEN, **QUICK) as url:
         load(url, "v1", "/lora/v1")
@@ -318,44 +318,34 @@ def test_a_load_with_no_replica_left_goes_on_when_one_returns(two):
         wait_until(lambda: states(url) == ["out", "out"])
         assert load(url, "v2", "/lora/v2").status_code == 200
         two[1].start()
-        wait_until(lambda: stats(url)["adapters"]["v2"]["state"] == "live")
+        live(url, "v2")
         assert list(two[1].adapters) == ["v1", "v2"]
 
 
-def test_a_retired_policy_that_nobody_holds_any_more_is_answered_like_an_aborted_request(two):
-    """Its rollout can't go on; an error would make TRL try again 90 times and then die."""
+def test_a_load_that_no_replica_takes_ends_at_a_deadline(two):
+    deadlines = {"LOAD_DEADLINE_S": 0.3, "HOLD_DEADLINE_S": 0.3}
+    with running_proxy(two, TOKEN, **QUICK | deadlines) as url:
+        for fake in two:
+            fake.stop()
+        wait_until(lambda: states(url) == ["out", "out"])
+        for name in ("v1", "v2"):
+            refused = load(url, name, f"/lora/{name}")
+            assert refused.status_code in (424, 503) and "v1" in refused.text
+            assert two[0].url in refused.text and "Connection refused" in refused.text
+
+
+def test_a_request_of_an_unloaded_policy_whose_replica_dies_is_answered_as_aborted(two):
+    """No replica holds the policy any more, so it cannot go on."""
     with running_proxy(two, TOKEN, **QUICK) as url:
         load(url, "v1", "/lora/v1")
-        for fake in two:
-            fake.delay = 60
-        prompt = ids(40)
-        running = in_background(ask, url, prompt, "v1")
+        slow(two)
+        running = in_background(ask, url, ids(40), "v1")
         wait_until(lambda: two[0].active + two[1].active == 1)
         unload(url, "v1")
         for fake in two:
             fake.stop()
-        answer = running.result(10)
-        choice = answer.json()["choices"][0]
-        assert answer.status_code == 200 and choice["finish_reason"] == "abort"
-        # One token: TRL's parser of answers raises on an empty one, and the rollout worker dies of it
-        assert (choice["token_ids"], choice["logprobs"]["token_logprobs"]) == (prompt[-1:], [0.0])
-        wait_until(lambda: stats(url)["adapters"] == {})
-        assert stats(url)["aborted"] == 1
-
-
-def test_requests_of_a_retired_policy_move_to_another_replica_that_holds_it(two):
-    with running_proxy(two, TOKEN, **QUICK) as url:
-        load(url, "v1", "/lora/v1")
-        for fake in two:
-            fake.delay = 60
-        running = in_background(ask, url, ids(40), "v1")
-        wait_until(lambda: two[0].active + two[1].active == 1)
-        unload(url, "v1")
-        dying, other = two if two[0].active else two[::-1]
-        other.delay = 0
-        dying.stop()
-        assert text(running.result(10)) == "weights-1"
-        wait_until(lambda: not other.adapters)
+        assert running.result(10).json()["choices"][0]["finish_reason"] == "abort"
+        assert stats(url)["adapters"] == {}
 
 
 # ---- clients that go away, connections that do
@@ -366,32 +356,35 @@ def test_a_client_that_goes_away_frees_its_replica(two):
         two[0].mode = two[1].mode = "hang"
         with pytest.raises(requests.Timeout):
             requests.post(f"{url}/v1/completions", json={"prompt": ids(40)}, timeout=0.3)
-        wait_until(lambda: two[0].active + two[1].active == 0, seconds=2)
+        wait_until(lambda: two[0].active + two[1].active == 0)
         assert two[0].aborted + two[1].aborted == 1
-        wait_until(lambda: inflight(url) == [0, 0], seconds=2)
-        assert stats(url)["ejected"] == stats(url)["retried"] == 0
+        wait_until(lambda: inflight(url) == [0, 0])
+        assert "doubted" not in url.said and stats(url)["retried"] == 0
 
 
 def test_a_client_that_goes_away_while_it_is_held_is_forgotten(two):
+    threads = lambda url: len(os.listdir(f"/proc/{url.process.pid}/task"))
     with running_proxy(two, TOKEN, **QUICK) as url:
         load(url, "v1", "/lora/v1")
         two[0].sight["/lora/v2"] = two[1].sight["/lora/v2"] = "nothing"
         load(url, "v2", "/lora/v2")
+        wait_until(lambda: threads(url) == 1 + 2 + 1)  # serving, two replicas, watching
+        body = {"model": "v2", "prompt": ids(40)}
         with pytest.raises(requests.Timeout):
-            requests.post(f"{url}/v1/completions", json={"model": "v2", "prompt": ids(40)}, timeout=0.3)
+            requests.post(f"{url}/v1/completions", json=body, timeout=0.3)
+        wait_until(lambda: threads(url) == 1 + 2 + 1)
         assert stats(url)["held"] == 1
-        wait_until(lambda: url.fleet.policies[-1].users == 0, seconds=2)
         two[0].sight.clear()
         two[1].sight.clear()
-        wait_until(lambda: stats(url)["adapters"]["v2"]["state"] == "live")
+        live(url, "v2")
         assert not two[0].completions() + two[1].completions()
 
 
 def test_a_client_that_sends_its_next_request_early_has_not_left(two):
     with running_proxy(two, TOKEN) as url:
-        two[0].delay = two[1].delay = 0.2
+        slow(two, 1.5)  # the proxy looks once a second for clients that left
         one = b'POST /v1/completions HTTP/1.1\r\nContent-Length: 16\r\n\r\n{"prompt": "hi"}'
-        with socket.create_connection(("127.0.0.1", int(url.rsplit(":", 1)[1])), timeout=5) as sock:
+        with connect(url) as sock:
             sock.sendall(one)
             wait_until(lambda: two[0].active + two[1].active == 1)
             sock.sendall(one)
@@ -401,126 +394,106 @@ def test_a_client_that_sends_its_next_request_early_has_not_left(two):
         assert two[0].aborted + two[1].aborted == 0
 
 
-@pytest.mark.parametrize("ours", [4, 60])
+@pytest.mark.parametrize("ours", [0.05, 60])
 def test_idle_connections_that_the_server_closed_cost_nobody_a_request(two, ours):
-    """With 60 s the proxy takes connections that are closed already, as it may by bad luck with 4."""
+    """Whether the proxy would have used them again or not."""
     for fake in two:
         fake.idle_s = 0.1
     with running_proxy(two, TOKEN, IDLE_S=ours) as url:
         for _ in range(3):
             with ThreadPoolExecutor(8) as pool:
-                assert {text(answer) for answer in pool.map(lambda _: ask(url, ids(40)), range(8))} == {"base"}
+                answers = list(pool.map(lambda _: ask(url, ids(40)), range(8)))
+            assert {text(answer) for answer in answers} == {"base"}
             wait_until(lambda: not [c for fake in two for c in list(fake.connections)])
-        assert stats(url)["retried"] == stats(url)["ejected"] == 0
+        assert stats(url)["retried"] == 0 and "doubted" not in url.said
 
 
-# ---- health, admission, a changing fleet
+# ---- health and admission
 
 
 def test_health_is_503_until_every_replica_was_ready_once_and_200_while_one_is():
     with FakeVLLM() as one, FakeVLLM() as other:
         other.sick["/health"] = (503, "")
         with running_proxy([one, other], ready=False, **QUICK) as url:
+            health = lambda: requests.get(f"{url}/health")
             wait_until(lambda: states(url)[0] == "ready")
-            answer = requests.get(f"{url}/health")
-            assert answer.status_code == 503 and f"replica 2 ({other.url})" in answer.text
+            assert health().status_code == 503 and other.url in health().text
             other.sick.clear()
-            wait_until(lambda: requests.get(f"{url}/health").status_code == 200)
+            wait_until(lambda: health().status_code == 200)
             one.stop()
             wait_until(lambda: states(url)[0] == "out")
-            answer = requests.get(f"{url}/health")
-            assert answer.status_code == 200 and f"replica 1 ({one.url}) out" in answer.text
+            assert health().status_code == 200 and f"{one.url} out: " in health().text
             other.stop()
-            wait_until(lambda: requests.get(f"{url}/health").status_code == 503)
+            wait_until(lambda: health().status_code == 503)
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("model", "other/model"),
-        ("dtype", "torch.float32"),
-        ("max_loras", 5),
-        ("max_lora_rank", 8),
-        ("max_model_len", 99),
-    ],
-)
-def test_a_replica_with_other_flags_is_not_admitted(key, value, capsys):
-    with FakeVLLM() as one, running_proxy([one], **QUICK) as url, FakeVLLM() as other:
-        right, other.config[key] = other.config[key], value
-        requests.post(f"{url}/replicas", json={"urls": [one.url, other.url]})
-        wait_until(lambda: "start it with the fleet's flags" in stats(url)["replicas"][1]["reason"])
-        assert f"serves {key}={value} (the fleet: {right})" in stats(url)["replicas"][1]["reason"]
-        assert states(url) == ["ready", "out"] and requests.get(f"{url}/health").status_code == 200
-        assert f"{key}={value}" in capsys.readouterr().out
-        other.config[key] = right
+FLAGS = [
+    ("model", "other/model"),
+    ("dtype", "torch.float32"),
+    ("max_loras", 5),
+    ("max_lora_rank", 8),
+    ("max_model_len", 99),
+]
+
+
+@pytest.mark.parametrize(("key", "value"), FLAGS)
+def test_of_two_replicas_with_other_flags_only_one_is_taken(two, key, value):
+    """They start at the same moment: both are asked for their flags before one is in service."""
+    right, two[1].config[key] = two[1].config[key], value
+    for fake in two:
+        fake.gate["/server_info"] = threading.Event()
+    with running_proxy(two, TOKEN, ready=False, **QUICK) as url:
+        wait_until(lambda: all(fake.calls("/server_info") for fake in two))
+        for fake in two:
+            fake.gate["/server_info"].set()
+        wait_until(lambda: "start it with these flags" in url.said)
+        assert sorted(states(url)) == ["out", "ready"]
+        refused = states(url).index("out")
+        said = reason(url, refused)
+        assert f"'{key}': {value!r}" in said and f"'{key}': {right!r}" in said
+        assert requests.get(f"{url}/health").status_code == 503
+        two[refused].config[key] = two[1 - refused].config[key]
         wait_until(lambda: states(url) == ["ready", "ready"])
 
 
-def test_a_wrong_token_is_said(two, capsys):
+def test_a_wrong_token_is_said(two):
     with running_proxy(two, "hf_wrong", ready=False, **QUICK) as url:
-        wait_until(
-            lambda: "401" in stats(url)["replicas"][0]["reason"] and "401" in stats(url)["replicas"][1]["reason"]
-        )
+        wait_until(lambda: "401" in reason(url, 0) and "401" in reason(url, 1))
         assert requests.get(f"{url}/health").status_code == 503
-        out = capsys.readouterr().out
-        assert "401" in out and "hf_wrong" not in out and len(out.splitlines()) < 10
+        seen = len(two[0].log)
+        wait_until(lambda: len(two[0].log) > seen + 3)
+        assert url.said.count(": 401 ") == 2, "the same reason is not said again"
 
 
-def test_a_server_without_dev_mode_is_told_what_is_missing():
+@pytest.mark.parametrize(
+    ("answer", "missing"),
+    [
+        ((404, {"detail": "Not Found"}), "VLLM_SERVER_DEV_MODE=1"),
+        ((200, {"vllm_config": {"model_config": {}}}), "--enable-lora"),
+    ],
+)
+def test_a_server_that_was_started_otherwise_is_told_what_is_missing(answer, missing):
     with FakeVLLM() as fake:
-        fake.sick["/server_info"] = (404, {"detail": "Not Found"})
+        fake.sick["/server_info"] = answer
         with running_proxy([fake], ready=False, **QUICK) as url:
-            wait_until(lambda: "VLLM_SERVER_DEV_MODE=1" in stats(url)["replicas"][0]["reason"])
+            wait_until(lambda: missing in reason(url))
 
 
-def test_a_server_without_runtime_loading_is_told_what_is_missing(two):
-    with running_proxy(two, TOKEN) as url:
-        two[0].sick["/v1/load_lora_adapter"] = (404, {"detail": "Not Found"})
-        answer = load(url, "v1", "/lora/v1")
-        assert answer.status_code == 424 and "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1" in answer.text
-
-
-def test_garbage_from_a_server_is_no_end_of_the_thread_that_keeps_it():
+@pytest.mark.parametrize("garbage", ["<html>", "[]", "5", "[" * 9999, '{"vllm_config": 5}'])
+def test_garbage_from_a_server_is_no_end_of_the_thread_that_keeps_it(garbage):
     with FakeVLLM() as fake:
-        for garbage in ("<html>", "[]", '{"vllm_config": 5}', '{"vllm_config": {"model_config": [5]}}'):
-            fake.sick["/server_info"] = (200, garbage)
-            with running_proxy([fake], ready=False, **QUICK) as url:
-                wait_until(lambda: "unexpected answer" in stats(url)["replicas"][0]["reason"])
-                fake.sick.clear()
-                wait_until(lambda: states(url) == ["ready"])
-
-
-def test_replicas_are_added_and_removed_while_it_runs(two):
-    with running_proxy(two, TOKEN, **QUICK) as url:
-        load(url, "v1", "/lora/v1")
-        with FakeVLLM(TOKEN, two[0].bucket) as third:
-            two[0].delay = 60
-            answers = [in_background(ask, url, ids(40), "v1") for _ in range(2)]
-            wait_until(lambda: two[0].active == 1)
-            now = requests.post(f"{url}/replicas", json={"urls": [two[1].url, third.url + "/"]}).json()
-            assert [replica["url"] for replica in now["replicas"]] == [two[1].url, third.url]
-            assert {text(answer.result(10)) for answer in answers} == {"weights-1"}  # one of them was sent again
-            wait_until(lambda: states(url) == ["ready", "ready"])
-            assert list(third.adapters) == ["v1"]
-            wait_until(lambda: ask(url, ids(40), "v1").headers["X-Replica"] == "1")
-            assert stats(url)["ejected"] == 0
-            before = len(two[0].log)
-            assert requests.get(f"{url}/health").status_code == 200
-            wait_until(lambda: len(third.calls("/health")) > 5)
-            assert len(two[0].log) == before, "nobody asks the removed one any more"
-
-
-@pytest.mark.parametrize("urls", [[], "x", ["ftp://x"], [5], None, ["http://"]])
-def test_a_wrong_list_of_replicas_is_refused_and_changes_nothing(two, urls):
-    with running_proxy(two, TOKEN) as url:
-        assert requests.post(f"{url}/replicas", json={"urls": urls}).status_code == 400
-        assert states(url) == ["ready", "ready"]
+        fake.sick = dict.fromkeys(("/server_info", "/v1/models"), (200, garbage))
+        with running_proxy([fake], ready=False, **QUICK) as url:
+            wait_until(lambda: "/server_info" in reason(url))
+            del fake.sick["/server_info"]
+            wait_until(lambda: states(url) == ["ready"])
+            assert text(ask(url, ids(20))) == "base"
 
 
 def test_rollouts_survive_replicas_that_die_and_return_all_the_time(two):
-    """A minute of chaos in seconds: TRL would see no error, and no answer is made with other weights."""
+    """A minute of chaos in seconds: TRL would see no error, and no answer has other weights."""
     stop, wrong, done = threading.Event(), [], []
-    with running_proxy(two, TOKEN, PROBE_S=0.05, PROVE_S=2, RETRY_S=(0.02,)) as url:
+    with running_proxy(two, TOKEN, **QUICK) as url:
         load(url, "v1", "/lora/v1")
         newest = [1]
 
@@ -551,6 +524,8 @@ def test_rollouts_survive_replicas_that_die_and_return_all_the_time(two):
                 unload(url, f"v{version - 5}")
             seen, begin = len(done), time.monotonic()
             wait_until(lambda seen=seen: len(done) > seen + 8)
+            while stats(url)["ejected"] < version - 1:  # a lost adapter must be asked for
+                assert text(ask(url, ids(64), f"v{version - 1}")) == f"weights-{version - 1}"
             fake.mode = ""
             if fake.server is None:
                 fake.start()
@@ -560,17 +535,6 @@ def test_rollouts_survive_replicas_that_die_and_return_all_the_time(two):
         for worker in workers:
             worker.join(10)
         assert not wrong, wrong[:3]
-        assert set(done) == {200} and stats(url)["ejected"] >= 6
-        wait_until(lambda: all(list(fake.adapters) == [f"v{n}" for n in range(5, 10)] for fake in two))
-
-
-def test_a_request_on_its_way_to_a_replica_that_is_taken_out_goes_elsewhere(two):
-    """Its connection did not exist yet when those in use were cut: it must not wait at a replica that may hang."""
-    ours, clients = socket.socketpair()
-    with ours, clients, running_proxy(two, TOKEN, PROBE_S=30) as url:
-        flight = url.fleet.route(None, [], ours, time.monotonic() + 5)
-        url.fleet.eject(flight.replica, flight.owner, "a test")
-        flight.replica.cut()
-        with pytest.raises(EOFError, match="taken out of service"):
-            flight.replica.ask(flight, b"", ours, time.monotonic() + 5)
-        url.fleet.release(flight)
+        assert set(done) == {200} and stats(url)["ejected"] >= 8
+        newest = [f"v{n}" for n in range(5, 10)]
+        wait_until(lambda: all(list(fake.adapters) == newest for fake in two))
