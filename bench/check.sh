@@ -1,42 +1,23 @@
-# shellcheck shell=bash disable=SC2154 # launch.sh reads this file and has the functions and variables
-# `launch.sh --check`, after the checks that need no Job: two cpu-basic Jobs and the bucket between them. A few minutes,
-# under a cent. You should see that the exposed port of a Job asks for the token, and in how many seconds a directory
-# that one Job publishes as TRL does is whole on the other's mount.
+#!/usr/bin/env bash
+# `BUCKET=me/lora ./launch.sh --check`: checks bucket and exposed port with two cpu-basic Jobs, after
+# launch.sh has checked the account. A few minutes, one cent. launch.sh sets the variables.
+#
+# You should see that the exposed port of a Job asks for the token; then, for each of PROBES
+# directories that one Job publishes as TRL does, after how many seconds the other Job's mount shows
+# all of it. Run alone, with one argument, it is what those Jobs run.
+set -euo pipefail
 
-PROBES=5 PROBE_BYTES=4000000 # directories to publish, and what an adapter of the 1.5B model weighs
+PROBES=5            # directories that are published
+PROBE_BYTES=4000000 # of the weights in each: what an adapter of the 1.5B model weighs
 
-check() {
-  local state url='' code='' deadline=$((SECONDS + START_MINUTES * 60)) reader writer probe
-  prepare bench/check.sh
-  probe=(hf jobs run --detach --quiet --flavor cpu-basic --timeout 20m --label "run=$RUN" --label role=probe
-    --volume "$CODE_VOLUME" --env "DIRECTORY=$MOUNT/$RUN" --env "PORT=$PORT")
-  reader=$(step "${probe[@]}" --volume "hf://buckets/$BUCKET:$MOUNT:ro" --expose "$PORT" python:3.12-slim -- \
-    bash "$CODE_DIR/check.sh" read_probes)
-  announce "reader: Job" "$reader"
-  until [[ $code == 200 || -n $DRY_RUN ]]; do
-    state=$(look "$reader") || state='UNKNOWN '
-    [[ $state =~ ^(SCHEDULING|RUNNING|UNKNOWN) ]] || die "the reader has ended: hf jobs logs $reader"
-    ((SECONDS < deadline)) || die "the exposed port never answered 200 with the token (last: ${code:-no URL})"
-    url=${state#* }
-    [[ -z $url ]] || code=$(status_of "$url" "$token")
-    [[ $code == 200 ]] || attend sleep "$POLL_S"
-  done
-  if [[ -z $DRY_RUN ]]; then
-    code=$(status_of "$url" '')
-    [[ $code == 401 || $code == 403 ]] || die "$url answers $code without a token: anybody could change the engine"
-    say "the exposed port answers 200 with the token and $code without"
-  fi
-  writer=$(step "${probe[@]}" --volume "hf://buckets/$BUCKET:$MOUNT" python:3.12-slim -- \
-    bash "$CODE_DIR/check.sh" write_probes)
-  announce "writer: Job" "$writer"
-  [[ -n $DRY_RUN ]] || follow "$reader"
+say() { echo "[check] $*"; }
+die() {
+  echo "[check] $*" >&2
+  exit 1
 }
 
-status_of() { ask "$1" "$2" --output /dev/null --write-out '%{http_code}' || true; }
-
-write_probes() { # as TRL's save_lora_adapter: a directory beside, its files, one rename
-  local i
-  for i in $(seq "$PROBES"); do
+write_probes() { # as TRL's save_lora_adapter: a temporary directory, its files, one rename
+  for ((i = 1; i <= PROBES; i++)); do
     mkdir -p "$DIRECTORY/.policy-$i"
     head -c "$PROBE_BYTES" /dev/urandom >"$DIRECTORY/.policy-$i/adapter_model.safetensors"
     date +%s%3N >"$DIRECTORY/.policy-$i/adapter_config.json"
@@ -46,22 +27,91 @@ write_probes() { # as TRL's save_lora_adapter: a directory beside, its files, on
 }
 
 read_probes() {
-  local i policy ms deadline=$((SECONDS + 900))
+  local policy ms deadline=$((SECONDS + 900))
   python3 -m http.server "$PORT" --directory "$(mktemp -d)" &
-  for i in $(seq "$PROBES"); do
+  for ((i = 1; i <= PROBES; i++)); do
     policy=$DIRECTORY/policy-$i
     until [[ -s $policy/adapter_config.json &&
       $(stat -c %s "$policy/adapter_model.safetensors" 2>/dev/null) == "$PROBE_BYTES" ]]; do
-      if ((SECONDS >= deadline)); then
-        echo "[check] directory $i was not seen within 15 minutes: hf buckets ls, and the writer's log"
-        exit 1
-      fi
+      ((SECONDS < deadline)) || die "directory $i is not seen in 15 minutes: see the writer's log"
       sleep 0.1
     done
     ms=$(($(date +%s%3N) - $(<"$policy/adapter_config.json")))
-    printf '[check] directory %d was whole on the other mount after %d.%03d s\n' "$i" $((ms / 1000)) $((ms % 1000))
+    printf '[check] directory %d was whole on the other mount after %d.%03d s\n' \
+      "$i" $((ms / 1000)) $((ms % 1000))
   done
 }
 
-set -euo pipefail
-if [[ ${BASH_SOURCE[0]} == "$0" ]]; then "$1"; else check; fi # a probe's Job; launch.sh
+if [[ ${1:-} == @(write|read)_probes ]]; then # inside a Job
+  "$1"
+  exit
+fi
+
+# ---- On your machine
+
+: "${BUCKET:?is not set: start this as BUCKET=me/lora ./launch.sh --check}" "${CODE_DIR:?}"
+label=run=check-$RUN
+namespace=(${NAMESPACE:+--namespace "$NAMESPACE"})
+DRY_RUN=${DRY_RUN:-}
+
+step() { # runs a command; --dry-run prints it
+  if [[ -z $DRY_RUN ]]; then timeout 120 "$@"; else printf '%q ' "$@" && echo; fi
+}
+
+probe() { # submits a Job that runs `check.sh $1`; prints its id
+  local mode='' expose=()
+  [[ $1 == write_probes ]] || mode=:ro expose=(--expose "$PORT")
+  step hf jobs run --detach --quiet "${namespace[@]}" --flavor cpu-basic --timeout 20m \
+    --label "$label" --label role=probe --volume "$CODE_VOLUME" \
+    --volume "hf://buckets/$BUCKET:$MOUNT$mode" "${expose[@]}" \
+    --env "DIRECTORY=$MOUNT/check-$RUN" --env "PORT=$PORT" \
+    python:3.12-slim -- bash "$CODE_DIR/check.sh" "$1"
+}
+
+finish() {
+  local code=$? id
+  trap : INT TERM HUP
+  for id in $(timeout 120 hf jobs list --quiet "${namespace[@]}" --label "$label"); do
+    timeout 120 hf jobs cancel "${namespace[@]}" "$id" >/dev/null || code=1
+  done
+  exit "$code"
+}
+
+status() { # the HTTP status of URL $1 with token $2, which stdin brings: an argument list is public
+  curl --silent --max-time 30 --output /dev/null --write-out '%{http_code}' --config - "$1" \
+    <<<"${2:+header = \"Authorization: Bearer $2\"}" || true
+}
+
+say "Jobs on cpu-basic, and the bucket $BUCKET"
+step hf buckets create "$BUCKET" --private --exist-ok --quiet
+step mkdir -p ".local/code-$RUN"
+step cp bench/check.sh ".local/code-$RUN"
+if [[ -n $DRY_RUN ]]; then
+  probe read_probes
+  probe write_probes
+  exit
+fi
+
+trap finish EXIT
+trap 'exit 130' INT
+trap 'exit 143' TERM HUP
+token=${HF_TOKEN:-$(hf auth token)}
+reader=$(probe read_probes)
+say "reader: Job $reader"
+url=${REPLICA_URL:-https://ID--$PORT.hf.jobs}
+[[ $url != /* ]] || url=$HF_ENDPOINT$url
+url=${url/ID/$reader}
+until code=$(status "$url" "$token") && [[ $code == 200 ]]; do
+  [[ -n $(timeout 120 hf jobs list --quiet "${namespace[@]}" --label "$label") ]] ||
+    die "the reader has ended: hf jobs logs $reader"
+  ((SECONDS < START_MINUTES * 60)) || die "$url never answers 200 with the token (last: $code)"
+  sleep "$POLL_S"
+done
+code=$(status "$url" '')
+[[ $code == 40[13] ]] || die "$url answers $code without a token: anybody could change the engine"
+say "the exposed port answers 200 with the token and $code without"
+say "writer: Job $(probe write_probes)"
+hf jobs logs --follow "${namespace[@]}" "$reader" 2>/dev/null &
+wait $!
+timeout 120 hf jobs wait "${namespace[@]}" "$reader" >/dev/null ||
+  die "the reader did not complete: hf jobs logs $reader"

@@ -1,9 +1,11 @@
 #!/usr/bin/env bash
-# Installs what a machine without a GPU needs, once: .local/venv (3.5 GB, about two minutes) and .local/tiny, the small
-# model (half a minute). `launch.sh --local` and tests/run call it; where everything is there it returns at once.
+# Installs what a machine without a GPU needs, once: .local/venv (3.5 GB, about two minutes) and
+# .local/tiny, the small model (half a minute). `launch.sh --local` and tests/run call it; where
+# everything is there it returns at once. You should see the big packages as they come.
 #
-# A mark is set when a part is whole, and removed before the part is touched. Without its mark a part is made anew from
-# nothing, because pip takes the half of an installation that was interrupted for the whole.
+# A mark is set when a part is whole, and removed before the part is touched. Without its mark a
+# part is made anew from nothing, because pip takes the half of an installation that was interrupted
+# for the whole.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -22,8 +24,9 @@ python=(setpriv --pdeathsig TERM "$here/venv/bin/python") # it ends when this pr
 
 install_packages() {
   local system=${PYTHON:-python3} free
-  "$system" -c 'import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' 2>>"$log" ||
-    die "$system is not a Python 3.11 to 3.14 with venv: set PYTHON=... to one (Debian: apt-get install python3-venv)"
+  "$system" -c 'import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' \
+    2>>"$log" || die "$system is not a Python 3.11 to 3.14 with venv: set PYTHON=... to one" \
+    "(Debian: apt-get install python3-venv)"
   free=$(df -Pk . | awk 'NR == 2 {print int($4 / 1e6)}')
   ((free >= 6)) || die "the disk of $PWD has $free GB left: 6 are needed"
   [[ ! -d $here/venv || -f $here/venv/ready ]] ||
@@ -46,7 +49,7 @@ pip() { # with its own progress bars on a terminal; elsewhere a line for each pa
     "${python[@]}" -m pip "$@" 2>&1 | tee -a "$log" | big_parts || status=$?
     ((status == 0)) || tail -15 "$log" >&2
   fi
-  ((status == 0)) || die "pip failed, as it says above; the next start begins the installation again"
+  ((status == 0)) || die "pip failed, as it says above; the next start begins again"
 }
 
 big_parts() { # of what pip says
@@ -68,7 +71,10 @@ flock --nonblock 9 || {
   say "another installation is at work in $here: waiting for its end, half an hour at most"
   flock --timeout 1800 9 || die "it has not ended"
 }
-cat local/requirements.txt requirements.txt | cmp -s - "$here/venv/ready" || { : >"$log" && install_packages; }
+cat local/requirements.txt requirements.txt | cmp -s - "$here/venv/ready" || {
+  : >"$log"
+  install_packages
+}
 if ! cmp -s local/tiny_model.py "$here/tiny/made_by"; then
   say "making the small model in $here/tiny, about half a minute"
   "${python[@]}" local/tiny_model.py "$here/tiny"

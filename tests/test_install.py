@@ -1,4 +1,5 @@
-"""local/install.sh with a stand-in for Python: what is whole stays, what is half is told and begun again."""
+"""local/install.sh with a stand-in for Python: what is whole stays, what is half is told and begun
+again."""
 
 import os
 import pathlib
@@ -11,8 +12,8 @@ import pytest
 ROOT = pathlib.Path(__file__).parents[1]
 PARTS = ("local/install.sh", "local/requirements.txt", "local/tiny_model.py", "requirements.txt")
 
-# Stands for Python, for the one in the virtual environment and for its pip. The file `do` beside the tree says what pip
-# does: "whole", "fail" or "hang".
+# Stands for Python, for the one in the virtual environment and for its pip. The file `do` beside
+# the tree says what pip does: "whole", "fail" or "hang".
 PYTHON = """#!/bin/bash
 tree=$(cd "$(dirname "$0")" && pwd)
 tree=${tree%%/.local/*}
@@ -44,9 +45,14 @@ def tree(tmp_path):
 
 
 def start(tree: pathlib.Path) -> subprocess.Popen:
-    environment = os.environ | {"PYTHON": str(tree / "python"), "PIP_USER": "1", "PYTHONPATH": "/nowhere"}
+    environment = os.environ | {
+        "PYTHON": str(tree / "python"),
+        "PIP_USER": "1",
+        "PYTHONPATH": "/nowhere",
+    }
     return subprocess.Popen(
-        ["bash", tree / "local/install.sh"], cwd="/", env=environment, text=True, start_new_session=True,
+        ["bash", tree / "local/install.sh"], cwd="/", env=environment, text=True,
+        start_new_session=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
 
@@ -64,7 +70,11 @@ def whole(tree: pathlib.Path) -> bool:
 
 def test_an_installation_is_told_by_its_big_parts_and_made_once(tree):
     said = install(tree)
-    assert "[local] torch-2.13.0-cp311.whl (180.2 MB)\n" in said and "tqdm" not in said and "a model" in said
+    assert (
+        "[local] torch-2.13.0-cp311.whl (180.2 MB)\n" in said
+        and "tqdm" not in said
+        and "a model" in said
+    )
     assert whole(tree)
     assert install(tree) == ""
     with open(tree / "requirements.txt", "a") as pins:
@@ -81,7 +91,9 @@ def test_an_interrupted_installation_is_told_and_begun_again(tree, signum):
     (tree / "do").write_text("hang")
     process = start(tree)
     assert any("torch-2" in line for line in iter(process.stdout.readline, ""))
-    (os.killpg if signum == signal.SIGINT else os.kill)(process.pid, signum)  # Ctrl-C reaches all of them
+    (os.killpg if signum == signal.SIGINT else os.kill)(
+        process.pid, signum
+    )  # Ctrl-C reaches all of them
     process.communicate(timeout=10)  # pip has ended as well, for it holds the output
     assert process.returncode != 0 and not whole(tree)
     (tree / ".local/venv/half").touch()

@@ -1,9 +1,11 @@
-"""The Jobs API stand-in, driven by the real `hf` CLI (huggingface_hub 2.4.0). Takes 40 s, needs Linux.
+"""The Jobs API stand-in, driven by the real `hf` CLI (huggingface_hub 2.4.0). Takes 40 s, needs
+Linux.
 
     python -m pytest tests/test_jobs_api.py
 
-Each flag that a launcher uses is followed from the command line to what the stand-in received and what the Job's
-process saw. The mount namespaces of --reader-buckets need root; without it that one test is skipped.
+Each flag that a launcher uses is followed from the command line to what the stand-in received and
+what the Job's process saw. The mount namespaces of --reader-buckets need root; without it that one
+test is skipped.
 """
 
 import asyncio
@@ -51,11 +53,17 @@ class StandIn:
 
     def __init__(self, state: Path, *options: str, path: str = ""):
         self.state, self.log_path = state, state.with_suffix(".log")
-        env = {"PATH": f"{path}:{BIN}:{os.environ['PATH']}", "HOME": str(state.parent), "LANG": "C.UTF-8"}
+        env = {
+            "PATH": f"{path}:{BIN}:{os.environ['PATH']}",
+            "HOME": str(state.parent),
+            "LANG": "C.UTF-8",
+        }
         env |= {"PASSED": "on", "NOT_PASSED": "on", "JOBS_API_PASS": "PASSED"}
         command = [sys.executable, str(ROOT / "local/jobs_api.py"), "--state", str(state), *options]
         with open(self.log_path, "w") as log:
-            self.process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=log, text=True)
+            self.process = subprocess.Popen(
+                command, env=env, stdout=subprocess.PIPE, stderr=log, text=True
+            )
         line = self.process.stdout.readline()
         assert line.startswith("[jobs] http://127.0.0.1:"), f"{line!r}, {self.log_path.read_text()}"
         self.url = line.split()[1]
@@ -65,7 +73,9 @@ class StandIn:
         env |= {"HF_TOKEN": token} if token else {}
         env |= {"HF_HUB_DISABLE_UPDATE_CHECK": "1", "LOCAL_ONLY": "from the shell"}
         command = [str(BIN / "hf"), *args]
-        return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        return subprocess.Popen(
+            command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
 
     def hf(self, *args: str, code: int = 0, token: str | None = TOKEN) -> str:
         """Run `hf`, check its exit code; its stdout, or its stderr if it is meant to fail."""
@@ -79,14 +89,18 @@ class StandIn:
         return self.hf("jobs", "run", "--detach", "--quiet", *args, **options).strip()
 
     def get(self, path: str, token: str = TOKEN):
-        request = urllib.request.Request(self.url + path, headers={"Authorization": f"Bearer {token}"} if token else {})
+        request = urllib.request.Request(
+            self.url + path, headers={"Authorization": f"Bearer {token}"} if token else {}
+        )
         with urllib.request.urlopen(request, timeout=DEADLINE_S) as answer:
             return json.load(answer)
 
     def post(self, path: str, payload: object = None) -> tuple[int, dict]:
         """Status and body of a POST, for what the CLI would not send or is not the subject."""
         headers = {"Authorization": f"Bearer {TOKEN}"}
-        request = urllib.request.Request(self.url + path, json.dumps(payload).encode(), headers, method="POST")
+        request = urllib.request.Request(
+            self.url + path, json.dumps(payload).encode(), headers, method="POST"
+        )
         try:
             with urllib.request.urlopen(request, timeout=DEADLINE_S) as answer:
                 return answer.status, json.load(answer)
@@ -109,20 +123,31 @@ class StandIn:
     def ended(self, job_id: str) -> dict:
         """The Job's record once its stage is terminal."""
         terminal = ("COMPLETED", "CANCELED", "ERROR")
-        return until(lambda: (job := self.job(job_id))["status"]["stage"] in terminal and job, f"the end of {job_id}")
+        return until(
+            lambda: (job := self.job(job_id))["status"]["stage"] in terminal and job,
+            f"the end of {job_id}",
+        )
 
     def log(self, job_id: str) -> list[str]:
-        return [line.split(" ", 1)[1] for line in (self.state / "jobs" / job_id / "log").read_text().splitlines()]
+        return [
+            line.split(" ", 1)[1]
+            for line in (self.state / "jobs" / job_id / "log").read_text().splitlines()
+        ]
 
     def logged(self, job_id: str, text: str) -> list[str]:
         """The Job's log once it holds `text`."""
-        return until(lambda: text in (lines := self.log(job_id)) and lines, f"{text!r} in the log of {job_id}")
+        return until(
+            lambda: text in (lines := self.log(job_id)) and lines,
+            f"{text!r} in the log of {job_id}",
+        )
 
     def stop(self, signum: int = signal.SIGTERM) -> int:
         if self.process.poll() is None:
             self.process.send_signal(signum)
         try:
-            self.process.communicate(timeout=DEADLINE_S)  # the watchdog holds stdout too: its end is the end of all
+            self.process.communicate(
+                timeout=DEADLINE_S
+            )  # the watchdog holds stdout too: its end is the end of all
         except subprocess.TimeoutExpired:
             self.process.kill()
             raise
@@ -141,11 +166,14 @@ def stand_in(state: Path, *options: str, **more):
 
 @pytest.fixture(scope="module")
 def api(tmp_path_factory):
-    """One stand-in for the tests that need nothing special of it, with a bucket `local/lora` and a fake `vllm`."""
+    """One stand-in for the tests that need nothing special of it, with a bucket `local/lora` and a
+    fake `vllm`."""
     folder = tmp_path_factory.mktemp("jobs")
     vllm = folder / "bin" / "vllm"
     vllm.parent.mkdir()
-    vllm.write_text('#!/bin/sh\necho "vllm $*"\nexec python3 -m http.server --bind 127.0.0.1 "$JOB_PORT"\n')
+    vllm.write_text(
+        '#!/bin/sh\necho "vllm $*"\nexec python3 -m http.server --bind 127.0.0.1 "$JOB_PORT"\n'
+    )
     vllm.chmod(0o755)
     with stand_in(folder / "state", "--grace", "1", path=str(vllm.parent)) as server:
         server.hf("buckets", "create", "local/lora", "--private", "--exist-ok")
@@ -171,10 +199,27 @@ def test_every_flag_arrives(api, tmp_path):
         *("--flavor", "h200x2", "--timeout", "20m", "--attempts", "2", "--name", "trainer"),
         *("-e", "PLAIN=1", "--env", "SPACES=two words", "-e", "LOCAL_ONLY"),
         *("--secrets", "HF_TOKEN", "--secrets", "WANDB_API_KEY=wandb-secret-value"),
-        *("--label", "run=r1-dp3", "--label", "role=trainer", "--network-group", "group", "--network-alias", "head"),
-        *("-v", f"hf://buckets/local/lora:{mount}", "-v", f"hf://buckets/local/lora/scripts:{code}:ro"),
+        *(
+            "--label",
+            "run=r1-dp3",
+            "--label",
+            "role=trainer",
+            "--network-group",
+            "group",
+            "--network-alias",
+            "head",
+        ),
+        *(
+            "-v",
+            f"hf://buckets/local/lora:{mount}",
+            "-v",
+            f"hf://buckets/local/lora/scripts:{code}:ro",
+        ),
         *("--expose", "8000", "vllm/vllm-openai:v0.27.1"),
-        *("--", *command),  # without the "--" the CLI would take the command's --timeout for its own
+        *(
+            "--",
+            *command,
+        ),  # without the "--" the CLI would take the command's --timeout for its own
     )
     job = api.ended(job_id)
 
@@ -183,13 +228,26 @@ def test_every_flag_arrives(api, tmp_path):
     assert job["dockerImage"] == "vllm/vllm-openai:v0.27.1" and job["command"] == command
     assert job["flavor"] == "h200x2" and job["timeoutSeconds"] == 1200 and job["retry"] == 1
     assert job["labels"] == {"run": "r1-dp3", "role": "trainer", "name": "trainer"}
-    assert job["environment"] == {"PLAIN": "1", "SPACES": "two words", "LOCAL_ONLY": "from the shell"}
+    assert job["environment"] == {
+        "PLAIN": "1",
+        "SPACES": "two words",
+        "LOCAL_ONLY": "from the shell",
+    }
     assert job["secrets"] == {"HF_TOKEN": "***", "WANDB_API_KEY": "***"}
     assert job["volumes"] == [
         {"type": "bucket", "source": "local/lora", "mountPath": str(mount)},
-        {"type": "bucket", "source": "local/lora", "mountPath": str(code), "readOnly": True, "path": "scripts"},
+        {
+            "type": "bucket",
+            "source": "local/lora",
+            "mountPath": str(code),
+            "readOnly": True,
+            "path": "scripts",
+        },
     ]
-    assert job["expose"]["ports"] == [8000] and job["network"] == {"group": "group", "aliases": ["head"]}
+    assert job["expose"]["ports"] == [8000] and job["network"] == {
+        "group": "group",
+        "aliases": ["head"],
+    }
 
     # What the process saw: a short base, and then what was asked for.
     seen = json.loads(api.log(job_id)[1])
@@ -209,20 +267,36 @@ def test_every_flag_arrives(api, tmp_path):
     # What the CLI shows of it.
     [shown] = json.loads(api.hf("jobs", "inspect", "--json", job_id))
     assert shown["status"] == {"stage": "COMPLETED", "expose_urls": job["status"]["exposeUrls"]}
-    assert shown["name"] == "trainer" and shown["durations"].keys() == {"scheduling_secs", "running_secs", "total_secs"}
+    assert shown["name"] == "trainer" and shown["durations"].keys() == {
+        "scheduling_secs",
+        "running_secs",
+        "total_secs",
+    }
     assert shown["created_at"] <= shown["started_at"] <= shown["finished_at"]
-    listed = json.loads(api.hf("jobs", "list", "--all", "--json", "--label", "run=r1-dp3", "--label", "role=trainer"))
+    listed = json.loads(
+        api.hf(
+            "jobs", "list", "--all", "--json", "--label", "run=r1-dp3", "--label", "role=trainer"
+        )
+    )
     assert [(item["id"], item["status"]) for item in listed] == [(job_id, "COMPLETED")]
-    assert json.loads(api.hf("jobs", "list", "--json", "--label", "run=r1-dp3")) == []  # without --all: active ones
+    assert (
+        json.loads(api.hf("jobs", "list", "--json", "--label", "run=r1-dp3")) == []
+    )  # without --all: active ones
     assert json.loads(api.hf("jobs", "list", "--json", "--all", "--label", "run=r1")) == []
 
 
 def test_volumes_share_the_bucket(api, tmp_path):
     mount = tmp_path / "not/there/yet"
     volume = ("-v", f"hf://buckets/local/lora:{mount}")
-    api.ended(api.start(*volume, "image", "sh", "-c", f"mkdir {mount}/v1 && echo weights > {mount}/v1/adapter"))
+    api.ended(
+        api.start(
+            *volume, "image", "sh", "-c", f"mkdir {mount}/v1 && echo weights > {mount}/v1/adapter"
+        )
+    )
     reader = api.start(*volume[:1], volume[1] + ":ro", "image", "cat", f"{mount}/v1/adapter")
-    assert api.ended(reader)["status"]["stage"] == "COMPLETED" and api.log(reader)[1:] == ["weights"]
+    assert api.ended(reader)["status"]["stage"] == "COMPLETED" and api.log(reader)[1:] == [
+        "weights"
+    ]
     assert (api.bucket / "v1/adapter").read_text() == "weights\n"
 
     info = json.loads(api.hf("buckets", "info", "local/lora"))
@@ -232,15 +306,23 @@ def test_volumes_share_the_bucket(api, tmp_path):
 
 
 def test_logs_follow_live_and_replay(api):
-    command = 'echo one; echo err >&2; while [ ! -e go ]; do sleep 0.05; done; printf "three\\nno newline"'
+    command = "echo one; echo err >&2; while [ ! -e go ]; do sleep 0.05; done; "
+    command += 'printf "three\\nno newline"'
     job_id = api.start("image", "sh", "-c", command)
     follower = api.popen("jobs", "logs", "-f", job_id)
-    assert [follower.stdout.readline(), follower.stdout.readline()] == ["one\n", "err\n"]  # while the Job runs
+    assert [follower.stdout.readline(), follower.stdout.readline()] == [
+        "one\n",
+        "err\n",
+    ]  # while the Job runs
     assert api.job(job_id)["status"]["stage"] == "RUNNING"
     (api.state / "jobs" / job_id / "work/go").touch()
     rest, _ = follower.communicate(timeout=DEADLINE_S)
     assert (rest, follower.returncode) == ("three\nno newline\n", 0)
-    assert api.hf("jobs", "logs", job_id) == api.hf("jobs", "logs", "-f", job_id) == "one\nerr\nthree\nno newline\n"
+    assert (
+        api.hf("jobs", "logs", job_id)
+        == api.hf("jobs", "logs", "-f", job_id)
+        == "one\nerr\nthree\nno newline\n"
+    )
     assert api.hf("jobs", "logs", "--tail", "2", job_id) == "three\nno newline\n"
 
 
@@ -252,7 +334,9 @@ def test_wait_and_exit_codes(api):
     assert api.ended(bad)["status"]["message"] == "Job failed with exit code: 3"
     assert api.ended(killed)["status"]["message"] == "Job failed with exit code: 137"
     assert "No such file or directory: 'no-such-program'" in api.ended(missing)["status"]["message"]
-    assert "exit code: 4" in api.hf("jobs", "run", "image", "sh", "-c", "exit 4", code=1)  # not detached: follows
+    assert "exit code: 4" in api.hf(
+        "jobs", "run", "image", "sh", "-c", "exit 4", code=1
+    )  # not detached: follows
 
 
 def test_attempts_run_the_command_again(api):
@@ -263,8 +347,8 @@ def test_attempts_run_the_command_again(api):
     assert api.ended(short)["status"]["stage"] == "ERROR" and api.log(short).count("try") == 2
 
 
-# A child that ignores SIGTERM, one in a process group of its own, one in a session of its own, one orphan that has
-# left the session, and one that hides its JOB_ID as well. Each writes its pid.
+# A child that ignores SIGTERM, one in a process group of its own, one in a session of its own, one
+# orphan that has left the session, and one that hides its JOB_ID as well. Each writes its pid.
 FAMILY = """
 trap '' TERM
 sh -c 'echo $$ >> pids; while :; do sleep 60; done' &
@@ -281,7 +365,9 @@ echo ready
 def family(server: StandIn, job_id: str) -> list[int]:
     """Pids of the Job's five children, all running."""
     server.logged(job_id, "ready")
-    pids = [int(line) for line in (server.state / "jobs" / job_id / "work/pids").read_text().split()]
+    pids = [
+        int(line) for line in (server.state / "jobs" / job_id / "work/pids").read_text().split()
+    ]
     assert len(pids) == 5 and all(map(alive, pids))
     return pids
 
@@ -299,14 +385,18 @@ def test_cancel_ends_every_descendant(api):
 
 
 def test_sigterm_comes_first(api):
-    job_id = api.submit("sh", "-c", "trap 'echo bye; exit 0' TERM; echo ready; while :; do sleep 0.05; done")
+    job_id = api.submit(
+        "sh", "-c", "trap 'echo bye; exit 0' TERM; echo ready; while :; do sleep 0.05; done"
+    )
     api.logged(job_id, "ready")
     api.cancel(job_id)
     assert api.ended(job_id)["status"]["stage"] == "CANCELED" and api.log(job_id)[-1] == "bye"
 
 
 def test_command_end_takes_leftovers_along(api):
-    job_id = api.submit("sh", "-c", "trap '' TERM; setsid sleep 60 & echo $! > pid; sleep 60 & echo $! >> pid")
+    job_id = api.submit(
+        "sh", "-c", "trap '' TERM; setsid sleep 60 & echo $! > pid; sleep 60 & echo $! >> pid"
+    )
     assert api.ended(job_id)["status"]["stage"] == "COMPLETED"
     pids = (api.state / "jobs" / job_id / "work/pid").read_text().split()
     assert len(pids) == 2 and not any(alive(int(pid)) for pid in pids)
@@ -319,7 +409,8 @@ def test_timeout(api):
     assert api.job(api.submit("true"))["timeoutSeconds"] == 1800  # the default of Hugging Face
 
 
-# Answers /stream with a chunk, waits for the file `go`, and sends another; tells whether the client stayed.
+# Answers /stream with a chunk, waits for the file `go`, and sends another; tells whether the client
+# stayed.
 STREAMER = """
 import http.server, os, socket, time
 class Handler(http.server.BaseHTTPRequestHandler):
@@ -363,7 +454,9 @@ def free_port() -> int:
 
 def fetch(url: str, path: str = "/", token: str | None = TOKEN) -> tuple[int, str]:
     """Status and body of a GET."""
-    request = urllib.request.Request(url + path, headers={"Authorization": f"Bearer {token}"} if token else {})
+    request = urllib.request.Request(
+        url + path, headers={"Authorization": f"Bearer {token}"} if token else {}
+    )
     try:
         with urllib.request.urlopen(request, timeout=DEADLINE_S) as answer:
             return answer.status, answer.read().decode()
@@ -373,7 +466,9 @@ def fetch(url: str, path: str = "/", token: str | None = TOKEN) -> tuple[int, st
 
 def test_exposed_port(api):
     port = free_port()
-    job_id = api.start("--expose", str(port), "-e", f"PORT={port}", "image", "python3", "-c", STREAMER)
+    job_id = api.start(
+        "--expose", str(port), "-e", f"PORT={port}", "image", "python3", "-c", STREAMER
+    )
     [url] = api.job(job_id)["status"]["exposeUrls"]
     api.logged(job_id, "ready")
 
@@ -406,7 +501,10 @@ def test_exposed_port(api):
     async def many() -> list[tuple[bytes, asyncio.StreamWriter]]:
         async def one(number: int) -> tuple[bytes, asyncio.StreamWriter]:
             reader, writer = await asyncio.open_connection(*host.split(":"))
-            writer.write(f"GET /n{number}. HTTP/1.1\r\nHost: x\r\nauthorization: Bearer {TOKEN}\r\n\r\n".encode())
+            writer.write(
+                f"GET /n{number}. HTTP/1.1\r\nHost: x\r\n"
+                f"authorization: Bearer {TOKEN}\r\n\r\n".encode()
+            )
             answer = await reader.readuntil(f"/n{number}.".encode())
             return answer, writer  # stays open, so that all are at the same time
 
@@ -422,7 +520,9 @@ def test_exposed_port(api):
 
 def test_exposed_port_without_a_listener_and_public_port(api):
     port = free_port()
-    job_id = api.start("--expose", str(port), "--expose-public", str(port + 1), "image", "sleep", "60")
+    job_id = api.start(
+        "--expose", str(port), "--expose-public", str(port + 1), "image", "sleep", "60"
+    )
     gated, public = api.job(job_id)["status"]["exposeUrls"]
     assert fetch(gated)[0] == 503
     assert fetch(gated, token=None)[0] == 401
@@ -436,7 +536,9 @@ def test_replicas_with_the_same_port(api):
     for job_id in jobs:
         [url] = api.job(job_id)["status"]["exposeUrls"]
         api.logged(job_id, "vllm serve model --port 8000")
-        status, body = until(lambda url=url: (got := fetch(url))[0] != 503 and got, "vllm to listen")
+        status, body = until(
+            lambda url=url: (got := fetch(url))[0] != 503 and got, "vllm to listen"
+        )
         assert status == 200 and "Directory listing" in body
     running = json.loads(api.hf("jobs", "list", "--json", "--status", "running"))
     assert set(jobs) <= {job["id"] for job in running}
@@ -452,14 +554,32 @@ def test_replicas_with_the_same_port(api):
         ({"environment": {"A": 1}}, "environment must map strings to strings"),
         ({"timeoutSeconds": -1}, "timeoutSeconds must be positive"),
         ({"expose": {"ports": [70000]}}, "Invalid ports to expose"),
-        ({"volumes": [{"type": "bucket", "source": "local/lora/..", "mountPath": "/mnt/x"}]}, "Invalid bucket id"),
-        ({"volumes": [{"type": "bucket", "source": "local/lora", "mountPath": "mnt/x"}]}, "not an absolute mount path"),
-        ({"volumes": [{"type": "bucket", "source": "local/lora", "mountPath": "/m", "path": "no"}]}, "no folder 'no'"),
-        ({"volumes": [{"type": "bucket", "source": "local/lora", "mountPath": "/proc/x/y"}]}, "No such file"),
+        (
+            {"volumes": [{"type": "bucket", "source": "local/lora/..", "mountPath": "/mnt/x"}]},
+            "Invalid bucket id",
+        ),
+        (
+            {"volumes": [{"type": "bucket", "source": "local/lora", "mountPath": "mnt/x"}]},
+            "not an absolute mount path",
+        ),
+        (
+            {
+                "volumes": [
+                    {"type": "bucket", "source": "local/lora", "mountPath": "/m", "path": "no"}
+                ]
+            },
+            "no folder 'no'",
+        ),
+        (
+            {"volumes": [{"type": "bucket", "source": "local/lora", "mountPath": "/proc/x/y"}]},
+            "No such file",
+        ),
     ],
 )
 def test_bad_payloads(api, change, expected):
-    status, body = api.post("/api/jobs/local", {"dockerImage": "i", "flavor": "h200", "command": ["true"], **change})
+    status, body = api.post(
+        "/api/jobs/local", {"dockerImage": "i", "flavor": "h200", "command": ["true"], **change}
+    )
     assert status == 400 and expected in body["error"]
 
 
@@ -470,7 +590,10 @@ def test_bad_payloads(api, change, expected):
         (["--label", "run=a b", "image", "true"], "Invalid label run=a b"),
         (["-v", "hf://buckets/local/nowhere:/mnt/x", "image", "true"], "no bucket local/nowhere"),
         (["-v", "hf://buckets/local/lora:/etc", "image", "true"], "/etc exists and is no link to"),
-        (["-v", "hf://datasets/org/name:/mnt/x", "image", "true"], "Only bucket volumes can be mounted here"),
+        (
+            ["-v", "hf://datasets/org/name:/mnt/x", "image", "true"],
+            "Only bucket volumes can be mounted here",
+        ),
         (["-v", f"{ROOT}/tests:/mnt/x", "image", "true"], "need the Xet protocol"),
     ],
 )
@@ -528,19 +651,37 @@ def test_jobs_die_with_the_stand_in(tmp_path, signum):
         assert code == -signal.SIGKILL
     else:
         assert code == 0
-        assert json.loads((server.state / "jobs" / job_id / "job.json").read_text())["status"]["stage"] == "CANCELED"
+        assert (
+            json.loads((server.state / "jobs" / job_id / "job.json").read_text())["status"]["stage"]
+            == "CANCELED"
+        )
 
 
 def test_port_in_use(api, tmp_path):
-    command = [sys.executable, ROOT / "local/jobs_api.py", "--state", tmp_path, "--port", api.url.rpartition(":")[2]]
-    result = subprocess.run(command, check=False, capture_output=True, text=True, timeout=DEADLINE_S)
-    assert result.returncode == 1 and result.stderr.startswith("[jobs] cannot listen: ") and result.stdout == ""
+    command = [
+        sys.executable,
+        ROOT / "local/jobs_api.py",
+        "--state",
+        tmp_path,
+        "--port",
+        api.url.rpartition(":")[2],
+    ]
+    result = subprocess.run(
+        command, check=False, capture_output=True, text=True, timeout=DEADLINE_S
+    )
+    assert (
+        result.returncode == 1
+        and result.stderr.startswith("[jobs] cannot listen: ")
+        and result.stdout == ""
+    )
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mount namespaces need root")
 def test_reader_buckets_show_another_tree_at_the_same_path(tmp_path):
     mount, lagging = tmp_path / "lora", tmp_path / "lagging"
-    with stand_in(tmp_path / "state", "--buckets", str(tmp_path / "hub"), "--reader-buckets", str(lagging)) as server:
+    with stand_in(
+        tmp_path / "state", "--buckets", str(tmp_path / "hub"), "--reader-buckets", str(lagging)
+    ) as server:
         server.hf("buckets", "create", "local/lora")
         volume = ["-v", f"hf://buckets/local/lora:{mount}"]
         (lagging / "local/lora").mkdir(parents=True)
@@ -548,12 +689,17 @@ def test_reader_buckets_show_another_tree_at_the_same_path(tmp_path):
         wait = f"while ! grep -q new {mount}/version; do sleep 0.05; done"
         reader = server.start(
             "-v", volume[1] + ":ro", "image",
-            "sh", "-c", f"cat {mount}/version; touch {mount}/x || echo denied; echo ready; {wait}; cat {mount}/version",
+            "sh", "-c", f"cat {mount}/version; touch {mount}/x || echo denied; echo ready; {wait}; "
+            f"cat {mount}/version",
         )  # fmt: skip
         server.logged(reader, "ready")
-        writer = server.start(*volume, "image", "sh", "-c", f"echo new > {mount}/version; ls {mount}; exit 7")
+        writer = server.start(
+            *volume, "image", "sh", "-c", f"echo new > {mount}/version; ls {mount}; exit 7"
+        )
         assert server.ended(writer)["status"]["message"] == "Job failed with exit code: 7"
-        assert (tmp_path / "hub/local/lora/version").read_text() == "new\n" and list(mount.iterdir()) == []
+        assert (tmp_path / "hub/local/lora/version").read_text() == "new\n" and list(
+            mount.iterdir()
+        ) == []
         assert server.job(reader)["status"]["stage"] == "RUNNING"  # does not see it yet
         (lagging / "local/lora/version").write_text("new\n")  # the mirror catches up
         assert server.ended(reader)["status"]["stage"] == "COMPLETED"

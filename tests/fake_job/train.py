@@ -1,5 +1,7 @@
-"""A trainer that asks the proxy for one completion and then does as it is told, by the file `order` in its output
-directory: the order is an exit code, and carrying it out removes it."""
+"""A trainer that asks the proxy for one completion and then does as it is told, by the file `order`
+in its output directory: the order is an exit code, and carrying it out removes it.
+
+`train.py check` refuses the data set `missing`."""
 
 import json
 import os
@@ -8,11 +10,9 @@ import time
 import urllib.request
 from pathlib import Path
 
-output = Path(os.environ["MOUNT"], os.environ["RUN"])
-proxy = f"http://127.0.0.1:{os.environ['PROXY_PORT']}"
-
 
 def ask(route: str, body: dict | None = None) -> dict:
+    proxy = f"http://127.0.0.1:{os.environ['PROXY_PORT']}"
     request = urllib.request.Request(proxy + route, body and json.dumps(body).encode())
     with urllib.request.urlopen(request, timeout=30) as answer:
         return json.load(answer)
@@ -23,17 +23,24 @@ def say(text):
     sys.stdout.flush()
 
 
-shown = ("MODEL", "DATASET", "EVAL_DATASET", "MAX_STEPS", "MAX_STALENESS", "LORA_RANK", "CONTEXT", "RUN", "MOUNT")
-say(f"trainer's environment: {json.dumps({name: os.environ.get(name) for name in shown})}")
+if sys.argv[1:] == ["check"]:
+    if os.environ["DATASET"] == "missing":
+        sys.exit("[train] there is no data set missing")
+    say(f"[train] checked, {os.environ.get('HF_TOKEN') and 'with'} the token")
+    sys.exit()
+names = "MODEL DATASET EVAL_DATASET MAX_STEPS MAX_STALENESS LORA_RANK CONTEXT RUN MOUNT".split()
+names += ["TRACKIO_SPACE_ID", "no_proxy"]
+say(f"trainer's environment: {json.dumps({name: os.environ.get(name) for name in names})}")
 ask("/v1/completions", {"model": os.environ["MODEL"], "prompt": [1, 2, 3], "max_tokens": 4})
 say(f"training on {' '.join(sorted(replica['url'] for replica in ask('/stats')['replicas']))}")
+order = Path(os.environ["MOUNT"], os.environ["RUN"], "order")
 until = time.monotonic() + 120
 while time.monotonic() < until:
     try:
-        order = int((output / "order").read_text())
+        code = int(order.read_text())
     except (FileNotFoundError, ValueError):  # not there, or just being written
         time.sleep(0.05)
     else:
-        (output / "order").unlink()
-        sys.exit(order)
+        order.unlink()
+        sys.exit(code)
 sys.exit("no order came")
