@@ -1,8 +1,9 @@
 """Keeps adapters off the rows that ask for the base model, in vLLM 0.27.1 on CPU.
 
-vllm/lora/ops/torch_ops/lora_ops.py indexes the adapters' weights with -1 for "no adapter", which in torch is the last
-slot: once that slot is filled, every request for the base model is answered with its adapter. (The GPU's kernels skip
-those rows.) `local/vllm` names this module as `--worker-extension-cls`, so the engine's process imports it.
+vllm/lora/ops/torch_ops/lora_ops.py indexes the adapters' weights with -1 for "no adapter", which in
+torch is the last slot: once that slot is filled, every request for the base model is answered with
+its adapter. (The GPU's kernels skip those rows.) `local/vllm` names this module as
+`--worker-extension-cls`, so the engine's process imports it.
 """
 
 from vllm.lora.ops.torch_ops import lora_ops

@@ -1,12 +1,12 @@
 """A mount that lags: mirrors a directory late, file by file, for tests and benches of slow buckets.
 
-    python local/mirror.py SOURCE TARGET --lag 3          # prints "[mirror] ...", mirrors until SIGTERM
-    python local/mirror.py SOURCE TARGET --lag 3 --torn   # and every directory is seen in part on its way
+    python local/mirror.py SOURCE TARGET --lag 3          # prints "[mirror] ...", until SIGTERM
+    python local/mirror.py SOURCE TARGET --lag 3 --torn   # and shows each directory in part first
 
-What appears or changes in SOURCE is in TARGET `lag` seconds later; what is deleted goes as late, and so does what only
-TARGET has. Files come one by one, as from an object store: without --torn JSON (the config) last, so that what can be
-loaded is whole; with --torn JSON first, the others 0.5 s later, cut short at half their length, and whole after another
-0.5 s. TARGET is to be read only.
+What appears or changes in SOURCE is in TARGET `lag` seconds later; what is deleted goes as late,
+and so does what only TARGET has. Files come one by one, as from an object store: without --torn
+JSON (the config) last, so that what can be loaded is whole; with --torn JSON first, the others 0.5
+s later, cut short at half their length, and whole after another 0.5 s. TARGET is to be read only.
 """
 
 import argparse
@@ -26,13 +26,15 @@ STAGED = ".mirror.tmp"  # in TARGET: a copy not yet renamed to its name
 
 
 def skipped(name: str) -> bool:
-    """Staging names: `.trl-policy-v7.tmp`, `.metadata.tmp`, safetensors' `.tmpX1`. They are renamed before anybody asks
-    for them, and a mirror of their short lives would only race it. `.vllm_lora` and `.metadata` are real."""
+    """Staging names: `.trl-policy-v7.tmp`, `.metadata.tmp`, safetensors' `.tmpX1`. They are renamed
+    before anybody asks for them, and a mirror of their short lives would only race it. `.vllm_lora`
+    and `.metadata` are real."""
     return name.startswith(".tmp") or (name.startswith(".") and name.endswith(".tmp"))
 
 
 def scan(root: Path) -> dict[str, tuple]:
-    """What is below `root` by relative path, each with what changes when it does (nothing, for a directory)."""
+    """What is below `root` by relative path, each with what changes when it does (nothing, for a
+    directory)."""
     found = {}
     for folder, directories, files in os.walk(root):
         directories[:] = [name for name in directories if not skipped(name)]
@@ -42,7 +44,11 @@ def scan(root: Path) -> dict[str, tuple]:
                 FileNotFoundError
             ):  # gone since it was listed: the next scan sees what became of it
                 status = os.stat(path)
-                found[os.path.relpath(path, root)] = (status.st_mtime_ns, status.st_size, status.st_ino)
+                found[os.path.relpath(path, root)] = (
+                    status.st_mtime_ns,
+                    status.st_size,
+                    status.st_ino,
+                )
     return found
 
 
@@ -50,7 +56,9 @@ class Mirror:
     def __init__(self, source: Path, target: Path, lag_s: float, torn: bool):
         self.source, self.target, self.lag_s, self.torn = source, target, lag_s, torn
         self.known: dict[str, tuple | None] = dict.fromkeys(scan(target))
-        self.due: list[tuple[float, tuple, str, str]] = []  # heap of (when, order, path, what to do)
+        self.due: list[
+            tuple[float, tuple, str, str]
+        ] = []  # heap of (when, order, path, what to do)
 
     def poll(self) -> None:
         now, found = time.monotonic(), scan(self.source)
@@ -75,7 +83,8 @@ class Mirror:
             heapq.heappush(self.due, (when + 2 * TORN_STEP_S, (depth,), path, "copy"))
 
     def publish(self, path: str, action: str) -> None:
-        """Do what is due, with what SOURCE holds now; what has gone since has a deletion of its own on the way."""
+        """Do what is due, with what SOURCE holds now; what has gone since has a deletion of its own
+        on the way."""
         source, target, staged = self.source / path, self.target / path, self.target / STAGED
         if action == "delete":
             if not source.exists():
@@ -91,21 +100,32 @@ class Mirror:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("source", type=Path)
     parser.add_argument("target", type=Path)
     parser.add_argument("--lag", type=float, default=3.0, help="seconds")
     parser.add_argument("--torn", action="store_true", help="show directories in part on their way")
     args = parser.parse_args()
     source, target = args.source.resolve(), args.target.resolve()
-    if not source.is_dir() or source == target or source in target.parents or target in source.parents:
-        parser.error(f"expected a directory and a target outside of it, found {source} and {target}")
+    if (
+        not source.is_dir()
+        or source == target
+        or source in target.parents
+        or target in source.parents
+    ):
+        parser.error(
+            f"expected a directory and a target outside of it, found {source} and {target}"
+        )
     target.mkdir(parents=True, exist_ok=True)
     ended = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, frame: ended.set())
     mirror = Mirror(source, target, args.lag, args.torn)
-    sys.stdout.write(f"[mirror] {source} is in {target} after {args.lag:g} s{', torn' if args.torn else ''}\n")
+    sys.stdout.write(
+        f"[mirror] {source} is in {target} after {args.lag:g} s{', torn' if args.torn else ''}\n"
+    )
     sys.stdout.flush()
     while not ended.is_set():
         mirror.poll()

@@ -1,6 +1,6 @@
-"""The boxed-answer reward: which answers count as equal, and that no answer can stall, starve or outlive a run.
+"""The boxed-answer reward: which answers count as equal, and that none can stall or outlive a run.
 
-Run: pytest tests/test_reward.py (about a minute, most of it spent on answers that must run into the time limit).
+About a minute, most of it spent on answers that must run into the time limit.
 """
 
 import asyncio
@@ -20,8 +20,8 @@ import pytest
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 import train
 
-EOS = 7
-CUT_OFF = 8  # any token but EOS
+EOS, END_OF_TURN = 0x10FFFF, 0x10FFFE  # no characters
+CUT_OFF = ord("!")  # any token but EOS
 
 EQUAL = [  # (ground truth, answer)
     # fractions
@@ -46,9 +46,7 @@ EQUAL = [  # (ground truth, answer)
     ("1{,}657", "1657"),
     ("1,657", "1657"),
     (r"10,\!236", "10236"),
-    (r"1\,000\,000", "1,000,000"),
     (r"\$18.90", "18.90"),
-    (r"\$18.90", r"18.9\text{ dollars}"),
     (r"10\%", "10"),
     ("10", r"10 \%"),
     (r"90^\circ", "90"),
@@ -63,17 +61,12 @@ EQUAL = [  # (ground truth, answer)
     (r"10\text{ cm}", "10"),
     ("10", r"10\text{ cm}^2"),
     (r"10\mbox{ inches}", "10"),
-    (r"12\pi\text{ cm}^3", r"12\pi \mathrm{cm}^{3}"),
-    (r"10\text{ a.m.}", r"10 \text{ am}"),
     (r"\text{Evelyn}", "Evelyn"),
     (r"\text{Evelyn}", r"\mathrm{Evelyn}"),
-    (r"\text{even}", r"\textbf{Even}"),
     (r"\text{(C)}", "C"),
     ("C", "(C)"),
     ("A, C", r"\text{A}, \text{C}"),
-    (r"\text{no solution}", r"\text{No solution}"),
     (r"\text{Sam and Bob}", r"\text{Sam and Bob}"),
-    ("2516_8", "2516_{8}"),
     # equations
     ("5", "x=5"),
     ("x = 5", "5"),
@@ -101,7 +94,6 @@ EQUAL = [  # (ground truth, answer)
     ("1,2", "2, 1"),
     (r"\{1,2\}", r"\left\{1, 2\right\}"),
     ("1,-2", r"\{-2,1\}"),
-    ("6,7,8", r"6, 7 \text{ and } 8"),
     ("6,7,8", "6, 7, and 8"),
     (r"\pm 2", "2,-2"),
     (r"1 \pm \sqrt{19}", r"1+\sqrt{19}, 1-\sqrt{19}"),
@@ -113,6 +105,17 @@ EQUAL = [  # (ground truth, answer)
     (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}"),
     (r"\begin{pmatrix}1/2&0\\0&1\end{pmatrix}", r"\begin{bmatrix}0.5&0\\0&1\end{bmatrix}"),
     (r"\emptyset", r"\{\}"),
+]
+
+REFUSED = [  # right answers that count as wrong, as README.md says: at most one in eight
+    (r"1\,000\,000", "1,000,000"),
+    (r"\$18.90", r"18.9\text{ dollars}"),
+    (r"12\pi\text{ cm}^3", r"12\pi \mathrm{cm}^{3}"),
+    (r"10\text{ a.m.}", r"10 \text{ am}"),
+    (r"\text{even}", r"\textbf{Even}"),
+    (r"\text{no solution}", r"\text{No solution}"),
+    ("2516_8", "2516_{8}"),
+    ("6,7,8", r"6, 7 \text{ and } 8"),
 ]
 
 UNEQUAL = [  # neither may pass for the other
@@ -198,6 +201,20 @@ UNEQUAL = [  # neither may pass for the other
     (r"5\text{ million}", "5"),
     (r"10\%", "0.1"),
     (r"\text{June 20}", r"\text{June 21}"),
+    # what differs by less than a float can tell
+    (r"\frac{1}{2^{99}}", r"\frac{1}{2^{98}}"),
+    (r"\frac{1}{2004!}", r"\frac{1}{2006!}"),
+    (r"\frac{2^{100}-1}{2^{100}}", r"\frac{1}{2^{100}}"),
+    (r"\frac{2^{100}-1}{2^{100}}", "1"),
+    (r"\frac{1}{20!}", r"\frac{1}{19!}"),
+    (r"\frac{x}{2^{99}}", r"\frac{x}{2^{98}}"),
+    (r"(1,\frac{1}{2^{99}})", r"(1,\frac{1}{2^{98}})"),
+    (r"[0,\frac{1}{2^{99}}]", r"[0,\frac{1}{2^{98}}]"),
+    (r"x<\frac{1}{2^{99}}", r"x<\frac{1}{2^{98}}"),
+    (r"\begin{pmatrix}2^{-99}\\2\end{pmatrix}", r"\begin{pmatrix}2^{-98}\\2\end{pmatrix}"),
+    ("0.0000000000000001", "0.0000000000000002"),
+    (r"\sqrt{2}", "1.4142135623730951"),
+    ("2x+y=3", "y=2x+3"),
 ]
 
 ENDLESS = [  # answers on which sympy would run for hours, or out of memory
@@ -207,18 +224,39 @@ ENDLESS = [  # answers on which sympy would run for hours, or out of memory
     "100000000!",
     "(" * 140 + "1" + ")" * 140,
 ]
-HUGE = ["{" * 10**6 + "5" + "}" * 10**6, "{" * 10**6 + "5", r"\boxed{" * 10**5, "1" * 100_000, "x+" * 140 + "x"]
+HUGE = [
+    "{" * 10**6 + "5" + "}" * 10**6,
+    "{" * 10**6 + "5",
+    r"\boxed{" * 10**5,
+    "1" * 100_000,
+    "x+" * 140 + "x",
+]
 
 
-def reward(*answers: str, gold: str, last_token: int = EOS) -> list[float]:
+class Characters:
+    """A tokenizer whose ids are characters' numbers, so that a text is its own token ids."""
+
+    @staticmethod
+    def decode(ids, skip_special_tokens):
+        assert skip_special_tokens
+        return "".join(map(chr, ids))
+
+
+def ids_of(text: str, *ends: int) -> list[int]:
+    return [*map(ord, text), *ends]
+
+
+score = functools.partial(train.boxed_answer_reward, Characters, {EOS}, {EOS, END_OF_TURN})
+
+
+def reward(*answers: str, gold: str, end: int = EOS) -> list[float]:
     """Rewards of completions that end in these boxed answers, called as TRL does."""
-    return train.boxed_answer_reward(
-        completions=[[{"role": "assistant", "content": rf"The answer is \boxed{{{answer}}}."}] for answer in answers],
+    return score(
+        completions=[[{"role": "assistant", "content": "not read"}]] * len(answers),
         prompts=[[{"role": "user", "content": "How much is it?"}]] * len(answers),
-        completion_ids=[[1, 2, last_token]] * len(answers),
+        completion_ids=[ids_of(rf"The answer is \boxed{{{answer}}}.", end) for answer in answers],
         ground_truth=[gold] * len(answers),
         data_source=["MATH"] * len(answers),
-        eos_token_id=EOS,
     )
 
 
@@ -255,12 +293,17 @@ def assert_sympy_still_right():
     assert reward(f"x+{n}+1", f"x+{n}+2", gold=f"{n + 1}+x") == [1.0, 0.0]
 
 
-# --- equal or not -----------------------------------------------------------------------------------------------------
+# --- equal or not
 
 
 @pytest.mark.parametrize(("gold", "answer"), EQUAL)
 def test_equal(gold, answer):
     assert reward(answer, gold=gold) == [1.0]
+
+
+def test_right_answers_that_are_refused_are_few():
+    missed = [pair for pair in REFUSED if not train.answers_equal(*pair)]
+    assert len(missed) <= len(EQUAL + REFUSED) / 8
 
 
 @pytest.mark.parametrize(("gold", "answer"), UNEQUAL)
@@ -269,20 +312,19 @@ def test_unequal(gold, answer):
     assert reward(gold, gold=answer or "0") == [0.0]
 
 
-@pytest.mark.parametrize("answer", sorted({answer for pair in EQUAL + UNEQUAL for answer in pair if answer}))
+@pytest.mark.parametrize(
+    "answer", sorted({answer for pair in EQUAL + UNEQUAL for answer in pair if answer.strip("\\%")})
+)
 def test_an_answer_equals_itself(answer):
     assert reward(answer, f" {answer} ", gold=answer) == [1.0, 1.0]
 
 
-def test_most_answers_never_reach_sympy(monkeypatch):
-    monkeypatch.setattr(train, "sympy_equal", lambda *pair: pytest.fail(f"asked sympy about {pair}"))
-    assert reward("7", "0.5", r"\dfrac12", "1{,}657", r"5\text{ cm}", "x = 5", gold="5") == [0, 0, 0, 0, 1, 1]
-    assert reward(r"\left(x + 1\right)^{2}", gold="(x+1)^2") == [1]
-    assert reward("Bob", "7", "x", gold=r"\text{Evelyn}") == [0, 0, 0]
-    assert reward("9" * 301, gold="x") == [0]
+def test_the_same_text_is_not_parsed(monkeypatch):
+    monkeypatch.setattr(train, "sympy_equal", lambda *pair: pytest.fail(f"parsed {pair}"))
+    assert reward("5", r"5\%", "x = 5", " $5$.", gold="5") == [1.0] * 4
 
 
-# --- finding the answer -----------------------------------------------------------------------------------------------
+# --- finding the answer
 
 
 @pytest.mark.parametrize(
@@ -291,7 +333,10 @@ def test_most_answers_never_reach_sympy(monkeypatch):
         (r"First \boxed{3}, no: \boxed{4}.", "4"),
         (r"It is \boxed{5}, which is what we wanted to show, QED.", "5"),
         (r"\boxed{\frac{1}{\sqrt{2}}}", r"\frac{1}{\sqrt{2}}"),
-        (r"\boxed{\left\{ x \mid x > 0 \right.}", r"\left\{ x \mid x > 0 \right."),  # an escaped brace opens nothing
+        (
+            r"\boxed{\left\{ x \mid x > 0 \right.}",
+            r"\left\{ x \mid x > 0 \right.",
+        ),  # an escaped brace opens nothing
         (r"\boxed{a\\}", r"a\\"),
         (r"\boxed {5}", "5"),
         (r"\boxed{x=\boxed{5}}", "5"),
@@ -311,28 +356,53 @@ def test_last_boxed(text, answer):
 
 def test_a_completion_that_was_cut_off_scores_nothing():
     assert reward("5", gold="5") == [1.0]
-    assert reward("5", gold="5", last_token=CUT_OFF) == [0.0]
-    no_tokens = {"completions": [[{"content": r"\boxed{5}"}]], "completion_ids": [[]], "ground_truth": ["5"]}
-    assert train.boxed_answer_reward(**no_tokens, eos_token_id=EOS) == [0.0]
+    assert reward("5", gold="5", end=CUT_OFF) == [0.0]
+    assert reward("5", gold="5", end=END_OF_TURN) == [0.0]  # it went on and was cut off then
+    assert score(completion_ids=[[]], ground_truth=["5"]) == [0.0]
+
+
+def test_what_follows_the_first_end_of_a_turn_is_not_graded():
+    right = ids_of(r"\boxed{5}", END_OF_TURN) + ids_of("\n", EOS)
+    went_on = ids_of(r"\boxed{5}", END_OF_TURN) + ids_of("\nHuman: what is \\boxed{2}?", EOS)
+    late = ids_of(r"\boxed{2}", END_OF_TURN) + ids_of(r"\boxed{5}", EOS)
+    assert score(completion_ids=[right, went_on, late], ground_truth=["5"] * 3) == [1, 1, 0]
+
+
+def test_any_of_the_models_eos_ids_is_an_end():
+    either = functools.partial(train.boxed_answer_reward, Characters, {EOS, 106}, {EOS, 106})
+    completions = [ids_of(r"\boxed{5}", EOS), ids_of(r"\boxed{5}", 106), ids_of(r"\boxed{5}", 107)]
+    assert either(completion_ids=completions, ground_truth=["5"] * 3) == [1.0, 1.0, 0.0]
 
 
 def test_each_completion_is_scored_against_its_own_ground_truth():
-    completions = [[{"content": rf"\boxed{{{answer}}}"}] for answer in ("1", "2", "3")]
-    arguments = {"completions": completions, "completion_ids": [[EOS], [CUT_OFF], [EOS]], "eos_token_id": EOS}
-    assert train.boxed_answer_reward(**arguments, ground_truth=["1", "2", "4"]) == [1.0, 0.0, 0.0]
+    completions = [ids_of(rf"\boxed{{{n}}}", end) for n, end in ((1, EOS), (2, CUT_OFF), (3, EOS))]
+    assert score(completion_ids=completions, ground_truth=["1", "2", "4"]) == [1.0, 0.0, 0.0]
     with pytest.raises(ValueError):
-        train.boxed_answer_reward(**arguments, ground_truth=["1"])
+        score(completion_ids=completions, ground_truth=["1"])
 
 
-# --- bounds -----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("boxes", [0, 1])
+def test_a_line_says_that_nothing_was_boxed(monkeypatch, capsys, boxes):
+    monkeypatch.setattr(train, "boxes", [])
+    texts = [r"\boxed{7}"] * boxes + ["The answer is 5."] * (104 - boxes)
+    for group in range(0, 104, 8):
+        completions = [ids_of(text, EOS) for text in texts[group : group + 8]]
+        score(completion_ids=completions, ground_truth=["5"] * 8)
+    said = capsys.readouterr().out
+    assert said.count("\n") == (1 - boxes) and (r"\boxed{}" in said) == (not boxes)
+
+
+# --- bounds
 
 
 @pytest.mark.parametrize("answer", ENDLESS + HUGE, ids=lambda answer: answer[:25])
 def test_no_answer_stalls_scoring(answer):
     assert_sympy_still_right()  # starts the worker: the bound is for the answer
+    completion = ids_of(rf"\boxed{{{answer}}}", EOS)
     start = time.monotonic()
-    assert reward(*[answer] * 8, gold=r"\frac{\sqrt{3}}{2}") == [0.0] * 8  # a group waits once
-    assert time.monotonic() - start < 5
+    group = {"completion_ids": [completion] * 8, "ground_truth": [r"\frac{\sqrt{3}}{2}"] * 8}
+    assert score(**group) == [0.0] * 8  # and waits once
+    assert time.monotonic() - start < train.SYMPY_SECONDS + 2
     assert_sympy_still_right()
 
 
@@ -347,15 +417,6 @@ def test_workers_are_reused_and_limited():
         assert f"Max address space {train.SYMPY_BYTES}" in " ".join(limits.split())
 
 
-def test_a_worker_that_grew_large_is_replaced(monkeypatch):
-    assert_sympy_still_right()
-    before = children(os.getpid())
-    monkeypatch.setattr(train, "SYMPY_BYTES", 1)  # whatever it uses is too much
-    for _ in before:
-        assert_sympy_still_right()
-    assert not children(os.getpid()) & before
-
-
 def test_a_worker_killed_while_idle_is_replaced():
     assert_sympy_still_right()
     for worker in children(os.getpid()):
@@ -365,71 +426,45 @@ def test_a_worker_killed_while_idle_is_replaced():
     assert_sympy_still_right()
 
 
-def test_a_slow_import_costs_time_but_no_rewards(monkeypatch, no_idle_workers):
-    # An import that takes longer than an answer may.
-    slow = "import time; time.sleep(2.5)\n" + train.SYMPY_PROGRAM.replace(f"({train.SYMPY_SECONDS},", "(2,")
-    monkeypatch.setattr(train, "SYMPY_PROGRAM", slow)
-    assert_sympy_still_right()
-
-
-def test_a_missing_math_verify_is_an_error_not_a_zero(monkeypatch, no_idle_workers):
-    monkeypatch.setattr(train, "SYMPY_PROGRAM", train.SYMPY_PROGRAM.replace("from math_verify", "from math_verify_"))
+def test_a_missing_math_verify_is_an_error_not_a_zero(monkeypatch, tmp_path):
+    (tmp_path / "math_verify.py").write_text("raise ImportError")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(train, "worker", None)
     with pytest.raises(RuntimeError, match="math-verify"):
         reward("1+x", gold="x+1")
 
 
-@pytest.fixture
-def no_idle_workers(monkeypatch):
-    monkeypatch.setattr(train, "IDLE_WORKERS", type(train.IDLE_WORKERS)())
-
-
-def test_many_threads_at_once():
-    """Each gets the verdicts of its own answers, and one with an endless answer holds up no other."""
-    verdicts, seconds = {}, {}
-
-    def score(thread: int) -> None:
-        start = time.monotonic()
-        answers = [f"{n}+x" for n in range(20)]
-        verdicts[thread] = [reward(answer, gold=f"x+{thread}")[0] for answer in answers]
-        seconds[thread] = time.monotonic() - start
-
-    assert_sympy_still_right()
-    stalled = threading.Thread(target=reward, args=[ENDLESS[0]], kwargs={"gold": "5"})
-    threads = [threading.Thread(target=score, args=[n]) for n in range(4)]
-    for thread in [stalled, *threads]:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    still_stalled = stalled.is_alive()
-    stalled.join()
-    assert verdicts == {thread: [float(n == thread) for n in range(20)] for thread in range(4)}
-    assert still_stalled or max(seconds.values()) > 3  # a slow machine proves nothing
-
-
-# --- in TRL's rollout process -----------------------------------------------------------------------------------------
+# --- in TRL's rollout process
 
 
 def rollout_process(connection) -> None:
-    """Score each `(gold, answers)` that arrives, in the code, the kind of process and the kind of thread TRL uses."""
+    """Score each `(gold, answers)` that arrives, in the code, process and thread that TRL uses."""
     from accelerate.state import PartialState
-    from trl.experimental.async_grpo.async_rollout_worker import RolloutGroup, TrainingSequence, _AsyncRolloutLoop
+    from trl.experimental.async_grpo.async_rollout_worker import (
+        RolloutGroup,
+        TrainingSequence,
+        _AsyncRolloutLoop,
+    )
 
     PartialState()
     loop = types.SimpleNamespace(
-        reward_funcs=[functools.partial(train.boxed_answer_reward, eos_token_id=EOS)],
+        reward_funcs=[score],
         reward_func_names=["boxed_answer_reward"],
         _env_reward_types=[],
         _provides_rollout_reward=False,
     )
 
-    def score(gold: str, answers: list[str]) -> None:
+    def score_group(gold: str, answers: list[str]) -> None:
         size = len(answers)
         group = RolloutGroup(
             prompts=[[{"role": "user", "content": "How much is it?"}]] * size,
             reward_kwargs={"ground_truth": [gold] * size, "data_source": ["MATH"] * size},
-            completions=[[{"role": "assistant", "content": rf"\boxed{{{answer}}}"}] for answer in answers],
-            completions_ids=[[1, 2, EOS]] * size,
-            completions_sequences=[[TrainingSequence([0, 1, 2, EOS], [0, 1, 1, 1], [0.0] * 4, "r")]] * size,
+            completions=[
+                [{"role": "assistant", "content": rf"\boxed{{{answer}}}"}] for answer in answers
+            ],
+            completions_ids=[ids_of(rf"\boxed{{{answer}}}", EOS) for answer in answers],
+            completions_sequences=[[TrainingSequence([0, 1, 2, EOS], [0, 1, 1, 1], [0.0] * 4, "r")]]
+            * size,
             tool_call_counts=[0] * size,
             tool_failure_counts=[0] * size,
             model_version=0,
@@ -441,7 +476,7 @@ def rollout_process(connection) -> None:
         connection.send([sample.metrics["rewards/boxed_answer_reward"] for sample in samples])
 
     for gold, answers in iter(connection.recv, None):
-        threading.Thread(target=score, args=[gold, answers]).start()
+        threading.Thread(target=score_group, args=[gold, answers]).start()
 
 
 def test_in_trl_rollout_process_and_nothing_outlives_it():
@@ -450,19 +485,16 @@ def test_in_trl_rollout_process_and_nothing_outlives_it():
     process = context.Process(target=rollout_process, args=[theirs], daemon=True)
     process.start()
     try:
-        connection.send((r"\frac{\sqrt{3}}{2}", [r"\sqrt{3}/2", r"\frac{\sqrt 3}2", r"\sqrt{2}/2", "7"]))
+        connection.send(
+            (r"\frac{\sqrt{3}}{2}", [r"\sqrt{3}/2", r"\frac{\sqrt 3}2", r"\sqrt{2}/2", "7"])
+        )
         assert connection.poll(60), "no rewards"
         assert connection.recv() == [1.0, 1.0, 0.0, 0.0]
 
-        # Two groups at once, so that there are two workers; then one is idle and the other busy when TRL is killed.
-        for gold in ("x+1", "x+2"):
-            connection.send((gold, [f"{n}+x" for n in range(40)]))
-        assert connection.poll(20) and sum(connection.recv()) == 1.0
-        assert connection.poll(20) and sum(connection.recv()) == 1.0
         connection.send(("x", [ENDLESS[0]]))
-        time.sleep(1)
+        time.sleep(1)  # of SYMPY_SECONDS: the worker is busy when TRL is killed
         workers = children(process.pid)
-        assert len(workers) == 2
+        assert len(workers) == 1
     finally:
         process.kill()
     deadline = time.monotonic() + train.SYMPY_SECONDS + 1
