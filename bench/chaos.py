@@ -1,19 +1,21 @@
-"""Does a run survive what spot machines and object stores do to it? The local recipe, harmed at random moments.
+"""Does a run survive what spot machines and object stores do to it? The local recipe, harmed at
+random moments.
 
-    python bench/chaos.py --minutes 10 [--seed N]      # ten minutes of harm and a few to finish, on two cores, as root
+    python bench/chaos.py --minutes 10 [--seed N]   # and a few to finish, on two cores, as root
 
-While `./launch.sh --local` trains for real (two vLLM replicas, two FSDP2 ranks), a harm comes every few seconds:
+While `./launch.sh --local` trains for real (two vLLM replicas, two FSDP2 ranks), a harm comes every
+few seconds:
 
-    kill replica     SIGKILL to all processes of a replica's Job; the trainer Job starts another and tells the proxy
-    kill trainer     SIGKILL to all processes of the trainer Job, at any moment once it has saved a checkpoint since its
-                     last death; the Jobs API starts the next attempt, which resumes
+    kill replica     SIGKILL to all processes of a replica's Job; another attempt takes its place
+    kill trainer     SIGKILL to all processes of the trainer Job, at any moment once it has saved a
+                     checkpoint since its last death; the next attempt resumes
     freeze replica   SIGSTOP for 2 to 40 s, as a machine that hangs
     cut connections  every connection through the Jobs' exposed ports, at once
-    lag              from then on the replicas see the bucket up to 8 s late, each directory first without its weights,
-                     then with half of them
+    lag              from then on the replicas see the bucket up to 8 s late, each directory first
+                     without its weights, then with half of them
 
-You should see a line for each harm, then what was survived and what was checked. Exit code 0: every check holds.
-"""
+You should see a line for each harm, then what was survived and what was checked. Exit code 0: every
+check holds."""
 
 import argparse
 import collections
@@ -41,14 +43,19 @@ from jobs_api import job_processes
 
 ROOT = Path(__file__).resolve().parent.parent
 HARMS = ("kill replica", "kill trainer", "freeze replica", "cut connections", "lag")
-FREEZE_S, LAG_S, MOMENT_S = (2, 40), (0.5, 8), (0, 8)  # what a plan's `amount` of 0 and of 1 stand for
+FREEZE_S, LAG_S, MOMENT_S = (
+    (2, 40),
+    (0.5, 8),
+    (0, 8),
+)  # what a plan's `amount` of 0 and of 1 stand for
 CHECKPOINT_S = 300  # s without a new checkpoint after which a run is not recovering
 FINISH_S = 900  # s for the start of a run, and again for its end once the last harm is done
 COUNTS = ("routed", "retried", "ejected", "readmitted", "held")  # of the proxy's /stats
 
 
 def say(text="", to=sys.stdout):
-    """A line in one write: processes that share an output must not write into each other's lines."""
+    """A line in one write: processes that share an output must not write into each other's
+    lines."""
     to.write(f"{text}\n")
     to.flush()
 
@@ -58,17 +65,20 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
-def start(command: list[str], log: Path, env: dict[str, str], tree: Path = ROOT) -> subprocess.Popen:
+def start(
+    command: list[str], log: Path, env: dict[str, str], tree: Path = ROOT
+) -> subprocess.Popen:
     """A child process in a session of its own, its output in `log`."""
     with open(log, "w") as output:
         return subprocess.Popen(
-            command, cwd=tree, env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
-            start_new_session=True,
+            command, cwd=tree, env=env, stdin=subprocess.DEVNULL, stdout=output,
+            stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
 
 
 def end(process: subprocess.Popen, grace: float):
-    """SIGTERM, and SIGKILL to the whole session if that was not enough. Nothing happens to a process that has ended."""
+    """SIGTERM, and SIGKILL to the whole session if that was not enough. Nothing happens to a
+    process that has ended."""
     process.terminate()
     try:
         process.wait(grace)
@@ -79,11 +89,16 @@ def end(process: subprocess.Popen, grace: float):
 
 @contextlib.contextmanager
 def replica_here(log: Path, **env: str):
-    """A vLLM replica with nothing in front of it, ready; yields its URL. `env` goes to serve.sh."""
+    """A vLLM replica with nothing in front of it, ready; yields its URL. `env`: for launch.sh."""
     here, port = ROOT / ".local", free_port()
     path = f"{ROOT / 'local'}:{here / 'venv/bin'}:{os.environ['PATH']}"
-    env = os.environ | {"PATH": path, "MODEL": str(here / "tiny/model"), "JOB_PORT": str(port)} | env
-    server, url, deadline = start(["./serve.sh", "here"], log, env), f"http://127.0.0.1:{port}", time.monotonic() + 300
+    setting = {"PATH": path, "MODEL": str(here / "tiny/model"), "JOB_PORT": str(port), "SEED": "0"}
+    env = os.environ | setting | env
+    server, url, deadline = (
+        start(["./launch.sh", "serve", "here"], log, env),
+        f"http://127.0.0.1:{port}",
+        time.monotonic() + 300,
+    )
     try:
         while not answers(f"{url}/health"):
             try:
@@ -106,14 +121,20 @@ def answers(url: str) -> bool:
 class LocalRun:
     """`./launch.sh --local` as a child process, and its Jobs, logs and bucket as seen from outside.
 
-    A context manager: whatever happens inside, the run and its Jobs have ended afterwards. `tree` holds the scripts,
-    `lag` (seconds; None: no mirror) is how late the replicas see the bucket, `env` goes to launch.sh.
-    """
+    A context manager: whatever happens inside, the run and its Jobs have ended afterwards. `tree`
+    holds the scripts, `lag` (seconds; None: no mirror) is how late the replicas see the bucket,
+    `env` goes to launch.sh."""
 
-    def __init__(self, name: str, steps: int, lag: float | None = None, tree: Path = ROOT, **env: str):
+    def __init__(
+        self, name: str, steps: int, lag: float | None = None, tree: Path = ROOT, **env: str
+    ):
         here = tree / ".local"
         self.name, self.steps, self.tree, self.lag, self.mirror = name, steps, tree, lag, None
-        self.state, self.readers, self.launch_log = here / name, here / f"{name}-readers", here / f"{name}.launch.log"
+        self.state, self.readers, self.launch_log = (
+            here / name,
+            here / f"{name}-readers",
+            here / f"{name}.launch.log",
+        )
         self.output = here / "buckets/local/lora" / name
         self.proxy = f"http://127.0.0.1:{free_port()}"
         port = self.proxy.rpartition(":")[2]
@@ -140,7 +161,12 @@ class LocalRun:
         self.stop_mirror()
         self.lag = seconds
         mirror = [sys.executable, str(ROOT / "local/mirror.py"), str(self.output)]
-        mirror += [str(self.readers / "local/lora" / self.name), "--lag", f"{seconds:.2f}", *["--torn"] * torn]
+        mirror += [
+            str(self.readers / "local/lora" / self.name),
+            "--lag",
+            f"{seconds:.2f}",
+            *["--torn"] * torn,
+        ]
         self.mirror = start(mirror, self.launch_log.with_suffix(".mirror"), os.environ.copy())
 
     def stop_mirror(self):
@@ -159,20 +185,31 @@ class LocalRun:
 
     def log(self) -> str:
         """The trainer Job's log, all attempts."""
-        return "".join((self.state / "jobs" / job["id"] / "log").read_text() for job in self.jobs("trainer"))
+        return "".join(
+            (self.state / "jobs" / job["id"] / "log").read_text() for job in self.jobs("trainer")
+        )
 
     def last_step(self) -> int:
-        return max((int(step) for step in re.findall(r"\[train\] step +(\d+)/", self.log())), default=0)
+        return max(
+            (int(step) for step in re.findall(r"\[train\] step +(\d+)/", self.log())), default=0
+        )
 
     def checkpoints(self) -> int:
         """How many have been completed so far, by all attempts."""
         return len(re.findall(r"\[train\] checkpoint-\d+ complete", self.log()))
 
     def history(self) -> list[dict]:
-        """What TRL logged, one dict a step, as the newest checkpoint has it; the last one comes after the last step."""
+        """What TRL logged, one dict a step, as the newest checkpoint has it; the last one comes
+        after the last step."""
         states = self.output.glob("checkpoint-*/trainer_state.json")
-        newest = max(states, key=lambda path: int(path.parent.name.rpartition("-")[2]), default=None)
-        return [log for log in json.loads(newest.read_text())["log_history"] if "ratio" in log] if newest else []
+        newest = max(
+            states, key=lambda path: int(path.parent.name.rpartition("-")[2]), default=None
+        )
+        return (
+            [log for log in json.loads(newest.read_text())["log_history"] if "ratio" in log]
+            if newest
+            else []
+        )
 
     def ends_within(self, seconds: float) -> bool:
         try:
@@ -182,13 +219,16 @@ class LocalRun:
         return True
 
     def reaches(self, condition, what: str, seconds: float) -> bool:
-        """Wait until `condition()` holds; False if the run ends before. TimeoutError after `seconds`."""
+        """Wait until `condition()` holds; False if the run ends before. TimeoutError after
+        `seconds`."""
         deadline = time.monotonic() + seconds
         while not condition():
             if self.ends_within(0.3):
                 return False
             if time.monotonic() > deadline:
-                raise TimeoutError(f"{self.name}: waited {seconds} s for {what}: see {self.launch_log}")
+                raise TimeoutError(
+                    f"{self.name}: waited {seconds} s for {what}: see {self.launch_log}"
+                )
         return True
 
     def signal_job(self, job: dict, signum: int):
@@ -197,15 +237,20 @@ class LocalRun:
                 os.kill(pid, signum)
 
     def jobs_api(self) -> int:
-        """Process id of the stand-in for the Jobs API: the child of launch.sh that was given the run's state."""
-        for child in Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split():
-            if str(self.state).encode() in Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0"):
-                return int(child)
-        raise RuntimeError(f"{self.name}: launch.sh has no child with --state {self.state}")
+        """Process id of the stand-in for the Jobs API, which launch.sh --local becomes."""
+        command = Path(f"/proc/{self.process.pid}/cmdline").read_bytes().split(b"\0")
+        if str(self.state).encode() not in command:
+            raise RuntimeError(f"{self.name}: launch.sh has not become a stand-in: {command}")
+        return self.process.pid
 
     def left_running(self) -> list[int]:
-        """Processes of this run that are still there: of its Jobs, and those with its paths in their command line."""
-        found = {pid for path in self.state.glob("jobs/*") for pid in job_processes(path.name, session=-1)}
+        """Processes of this run that are still there: of its Jobs, and those with its paths in
+        their command line."""
+        found = {
+            pid
+            for path in self.state.glob("jobs/*")
+            for pid in job_processes(path.name, session=-1)
+        }
         for path in Path("/proc").glob("[0-9]*/cmdline"):
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):
                 if str(self.state).encode() in path.read_bytes():
@@ -214,14 +259,23 @@ class LocalRun:
 
 
 class Watch:
-    """A thread that looks on while a run goes: hashes and keeps a copy of each policy that was ever published, and adds
-    up what the proxies did (each attempt of the trainer Job starts one)."""
+    """A thread that looks on while a run goes: hashes and keeps a copy of each policy that was ever
+    published, and adds up what the proxies did (each attempt of the trainer Job starts one)."""
 
     def __init__(self, run: LocalRun):
         self.run, self.copies = run, run.state.with_name(f"{run.name}-policies")
-        self.hashes, self.seen = collections.defaultdict(set), set()  # {name: digests}; files looked at
-        self.past, self.proxy = collections.Counter(), collections.Counter()  # earlier proxies', the present one's
-        self.over, self.thread = threading.Event(), threading.Thread(target=self.look_on, daemon=True)
+        self.hashes, self.seen = (
+            collections.defaultdict(set),
+            set(),
+        )  # {name: digests}; files looked at
+        self.past, self.proxy = (
+            collections.Counter(),
+            collections.Counter(),
+        )  # earlier proxies', the present one's
+        self.over, self.thread = (
+            threading.Event(),
+            threading.Thread(target=self.look_on, daemon=True),
+        )
 
     def __enter__(self):
         self.thread.start()
@@ -233,7 +287,9 @@ class Watch:
 
     def look_on(self):
         while not self.over.wait(0.2):
-            for weights in self.run.output.glob(".vllm_lora/trl-policy-v*/adapter_model.safetensors"):
+            for weights in self.run.output.glob(
+                ".vllm_lora/trl-policy-v*/adapter_model.safetensors"
+            ):
                 with contextlib.suppress(OSError):  # TRL deleted it meanwhile
                     self.look_at(weights)
             with contextlib.suppress(requests.RequestException):  # no proxy between two attempts
@@ -252,8 +308,8 @@ class Watch:
 
 
 def plan(seed: int, every: float):
-    """An endless list of (seconds to wait, harm, amount from 0 to 1), the same for the same seed. Harms come in rounds
-    of each once, so that a short run has them all."""
+    """An endless list of (seconds to wait, harm, amount from 0 to 1), the same for the same seed.
+    Harms come in rounds of each once, so that a short run has them all."""
     chance = random.Random(seed)
     while True:
         for harm in chance.sample(HARMS, len(HARMS)):
@@ -261,14 +317,22 @@ def plan(seed: int, every: float):
 
 
 def storm(run: LocalRun, harms, seconds: float = math.inf) -> collections.Counter:
-    """Harm `run` as planned until `harms` or `seconds` are used up, or it ends. Returns how often each was done."""
+    """Harm `run` as planned until `harms` or `seconds` are used up, or it ends. Returns how often
+    each was done."""
     done, until, saved = collections.Counter(), time.monotonic() + seconds, 0
     for gap, harm, amount in harms:
-        if run.ends_within(max(0.0, min(gap, until - time.monotonic()))) or time.monotonic() > until:
+        if (
+            run.ends_within(max(0.0, min(gap, until - time.monotonic())))
+            or time.monotonic() > until
+        ):
             break
         if harm == "kill trainer":  # faster than it saves, it could never finish
             enough = saved + 1
-            if not run.reaches(lambda enough=enough: run.checkpoints() >= enough, "the next checkpoint", CHECKPOINT_S):
+            if not run.reaches(
+                lambda enough=enough: run.checkpoints() >= enough,
+                "the next checkpoint",
+                CHECKPOINT_S,
+            ):
                 break
             if run.ends_within(between(MOMENT_S, amount)):
                 break
@@ -308,8 +372,14 @@ def do_harm(run: LocalRun, harm: str, amount: float) -> str:
 def checks(run: LocalRun, watch: Watch, rise: float = 0.2) -> list[tuple[str, bool, str]]:
     """(what was promised, whether it holds, what was found), of a run that has ended."""
     path, log, history = run.output / "scoreboard.json", run.log(), run.history()
-    board = json.loads(path.read_text()) if path.exists() else {"steps": 0, "reward_first": 0, "reward_last": 0}
-    ratios = [float(ratio) for ratio in re.findall(r"\[train\] step .* ratio ([\d.]+) ", log)]  # of steps redone, too
+    board = (
+        json.loads(path.read_text())
+        if path.exists()
+        else {"steps": 0, "reward_first": 0, "reward_last": 0}
+    )
+    ratios = [
+        float(ratio) for ratio in re.findall(r"\[train\] step .* ratio ([\d.]+) ", log)
+    ]  # of steps redone, too
     ratios += [step["ratio"] for step in history]
     retries = sum(step.get("rollout/vllm_retry_total") or 0 for step in history)
     retries += len(re.findall(r"; retry \d+/\d+ in \d+s", log))
@@ -322,7 +392,8 @@ def checks(run: LocalRun, watch: Watch, rise: float = 0.2) -> list[tuple[str, bo
         ("ratio within 0.98-1.02", all(0.98 <= r <= 1.02 for r in ratios or [0]),
          f"{min(ratios, default=0):.4f}-{max(ratios, default=0):.4f} in {len(ratios)} records"),
         ("no request of TRL failed", retries == 0, f"{retries:.0f} retries"),
-        ("one file a policy name", bool(watch.hashes) and not mixed, f"{len(watch.hashes)} names, {len(mixed)} mixed"),
+        ("one file a policy name", bool(watch.hashes) and not mixed,
+         f"{len(watch.hashes)} names, {len(mixed)} mixed"),
         ("nothing left running", not left, f"{len(left)} processes {left or ''}".rstrip()),
     ]  # fmt: skip
 
@@ -342,10 +413,18 @@ def report(done: collections.Counter, watch: Watch, results: list[tuple[str, boo
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--minutes", type=float, default=10, help="how long harm is done, from the first step on")
-    parser.add_argument("--seed", type=int, default=random.randrange(10_000), help="of the harms (default: any)")
-    parser.add_argument("--steps", type=int, help="optimizer steps of the run (default: 16 a minute)")
-    parser.add_argument("--every", type=float, default=15, help="seconds between two harms, on average")
+    parser.add_argument(
+        "--minutes", type=float, default=10, help="how long harm is done, from the first step on"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=random.randrange(10_000), help="of the harms (default: any)"
+    )
+    parser.add_argument(
+        "--steps", type=int, help="optimizer steps of the run (default: 16 a minute)"
+    )
+    parser.add_argument(
+        "--every", type=float, default=15, help="seconds between two harms, on average"
+    )
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the run must not outlive this
     steps = options.steps or round(16 * options.minutes)

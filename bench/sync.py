@@ -4,15 +4,16 @@
 
 Three local runs of the recipe with the same constants, one after the other:
 
-    blocking   two replicas behind a mount that lags, bench/blocking_proxy.py: a sync pauses all until all have it
+    blocking   two replicas behind a mount that lags, bench/blocking_proxy.py: a sync pauses all
+               until all have it
     ours       two replicas behind the same mount, proxy.py
-    single     one replica that sees the bucket at once, and no proxy: TRL's own requests reach vLLM unchanged
+    single     one replica that sees the bucket at once, and no proxy: TRL's own requests reach vLLM
 
-You should see TRL's own figures side by side, then what was claimed and whether it holds. A sync in TRL is: pause, wait
-for all ranks, gather and save the adapter (`saving`), load, resume; what is beyond `saving` is what serving adds. This
-small model at times makes four steps in less than the mount's lag; such a sync waits until the adapter before it is
-everywhere, which shows in the maximum. Exit code 0: every claim holds.
-"""
+You should see TRL's own figures side by side, then what was claimed and whether it holds. A sync in
+TRL is: pause, wait for all ranks, gather and save the adapter (`saving`), load, resume; what is
+beyond `saving` is what serving adds. This small model at times makes four steps in less than the
+mount's lag; such a sync waits until the adapter before it is everywhere, which shows in the
+maximum. Exit code 0: every claim holds."""
 
 import argparse
 import contextlib
@@ -30,25 +31,32 @@ from chaos import ROOT, LocalRun, end, replica_here, say, start
 
 TOKEN = "hf_local"  # launch.sh --local's
 START_S, RUN_S = 600, 1800  # s for a run to make its first step, and its last
-BLOCKING = f"import runpy\nrunpy.run_path({str(ROOT / 'bench/blocking_proxy.py')!r}, run_name='__main__')\n"
+BLOCKING = str(ROOT / "bench/blocking_proxy.py")
+BLOCKING = f"import runpy\nrunpy.run_path({BLOCKING!r}, run_name='__main__')\n"
 
 
 def hit_rate(urls: list[str]) -> float:
     """Share of all prompt tokens that vLLM found in its prefix cache, over replicas."""
     counts = {"hits": 0.0, "queries": 0.0}
     for url in urls:
-        text = requests.get(f"{url}/metrics", headers={"Authorization": f"Bearer {TOKEN}"}, timeout=30).text
+        text = requests.get(
+            f"{url}/metrics", headers={"Authorization": f"Bearer {TOKEN}"}, timeout=30
+        ).text
         for kind in counts:
-            counts[kind] += sum(map(float, re.findall(rf"^vllm:prefix_cache_{kind}_total{{.*}} (\S+)$", text, re.M)))
+            counts[kind] += sum(
+                map(float, re.findall(rf"^vllm:prefix_cache_{kind}_total{{.*}} (\S+)$", text, re.M))
+            )
     return counts["hits"] / counts["queries"]
 
 
 def measures(history: list[dict], found: float) -> dict[str, float]:
     """The table's column, from what TRL logged (one dict a step) and the hit rate."""
     synced = [log for log in history if "perf/weight_sync_s" in log]
-    syncs, saves = ([log[f"perf/weight_sync_{part}"] for log in synced] for part in ("s", "transfer_s"))
+    syncs, saves = (
+        [log[f"perf/weight_sync_{part}"] for log in synced] for part in ("s", "transfer_s")
+    )
     beyond = [s - save for s, save in zip(syncs[1:], saves[1:], strict=True)]
-    seconds = history[-1]["wall_s"] - history[0]["wall_s"]
+    seconds = sum(log["perf/step_s"] for log in history[1:])
     ratios = [log["ratio"] for log in history]
     return {
         "first sync, s": syncs[0],
@@ -64,10 +72,13 @@ def measures(history: list[dict], found: float) -> dict[str, float]:
 
 
 def watch(run, urls) -> dict[str, float]:
-    """Follow a run to its last step, and read the caches' counters before anything else asks the replicas."""
+    """Follow a run to its last step, and read the caches' counters before anything else asks the
+    replicas."""
     for step, seconds in ((1, START_S), (run.steps, RUN_S)):
         if not run.reaches(lambda step=step: run.last_step() >= step, f"step {step}", seconds):
-            raise SystemExit(f"[sync] {run.name} ended at step {run.last_step()}: see {run.launch_log}")
+            raise SystemExit(
+                f"[sync] {run.name} ended at step {run.last_step()}: see {run.launch_log}"
+            )
     found = hit_rate(urls())
     run.reaches(lambda: len(run.history()) == run.steps, "the last checkpoint", 60)
     result = measures(run.history(), found)
@@ -77,9 +88,12 @@ def watch(run, urls) -> dict[str, float]:
 
 
 def launched(name: str, steps: int, lag: float, tree: Path = ROOT) -> dict[str, float]:
-    # POLL_S: every look at the Jobs starts `hf`, whose imports take a core from the trainer meanwhile
+    # POLL_S: every look at the Jobs starts `hf`, whose imports take a core from the trainer
+    # meanwhile
     with LocalRun(name, steps, lag, tree, EVAL_DATASET="", POLL_S="20") as run:
-        return watch(run, lambda: [job["status"]["exposeUrls"][0] for job in run.jobs("replica", "RUNNING")])
+        return watch(
+            run, lambda: [job["status"]["exposeUrls"][0] for job in run.jobs("replica", "RUNNING")]
+        )
 
 
 def blocking(name: str, steps: int, lag: float) -> dict[str, float]:
@@ -94,8 +108,9 @@ def blocking(name: str, steps: int, lag: float) -> dict[str, float]:
 
 
 class SingleRun(LocalRun):
-    """The trainer and one replica as plain processes: TRL's requests go straight to vLLM. Its scoreboard asks the proxy
-    and so fails after the last checkpoint, which has all that is needed here."""
+    """The trainer and one replica as plain processes: TRL's requests go straight to vLLM. Its
+    scoreboard asks the proxy and so fails after the last checkpoint, which has all that is needed
+    here."""
 
     def __enter__(self):
         here = ROOT / ".local"
@@ -108,7 +123,9 @@ class SingleRun(LocalRun):
                 "MOUNT": str(self.output.parent), "PROXY_PORT": self.proxy.rpartition(":")[2],
                 "TRACKIO_DIR": f"{here}/trackio", "TRL_EXPERIMENTAL_SILENCE": "1",
             }  # fmt: skip
-            self.process = start(["torchrun", "--nproc-per-node", "2", "local/cpu_train.py"], self.launch_log, env)
+            self.process = start(
+                ["torchrun", "--nproc-per-node", "2", "local/cpu_train.py"], self.launch_log, env
+            )
             stack.callback(end, self.process, grace=30)
             self.children = stack.pop_all()
         return self
@@ -132,10 +149,16 @@ def report(columns: dict[str, dict[str, float]]) -> bool:
     for row, value in a.items():
         ratio = "" if "ratio" in row else f"{value / b[row]:.2f}"
         say(f"{row:24}{value:10.4g}{b[row]:10.4g}{c[row]:10.4g}{ratio:>18}")
-    same = all(0.98 <= column[row] <= 1.02 for column in columns.values() for row in ("ratio, min", "ratio, max"))
+    same = all(
+        0.98 <= column[row] <= 1.02
+        for column in columns.values()
+        for row in ("ratio, min", "ratio, max")
+    )
     claims = {
-        "ours: a sync costs TRL its own save time + 0.1 s at most": b["beyond saving, s (p50)"] <= 0.1,
-        "ours: prefix cache hit rate >= single x 0.95": b["prefix cache hit rate"] >= 0.95 * c["prefix cache hit rate"],
+        "ours: a sync costs TRL its own save time + 0.1 s at most": b["beyond saving, s (p50)"]
+        <= 0.1,
+        "ours: prefix cache hit rate >= single x 0.95": b["prefix cache hit rate"]
+        >= 0.95 * c["prefix cache hit rate"],
         "ratio within 0.98-1.02 everywhere": same,
     }
     say()
@@ -146,8 +169,12 @@ def report(columns: dict[str, dict[str, float]]) -> bool:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--steps", type=int, default=64, help="optimizer steps of each run; a sync every 4")
-    parser.add_argument("--lag", type=float, default=3, help="seconds by which the replicas' mounts are late")
+    parser.add_argument(
+        "--steps", type=int, default=64, help="optimizer steps of each run; a sync every 4"
+    )
+    parser.add_argument(
+        "--lag", type=float, default=3, help="seconds by which the replicas' mounts are late"
+    )
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # a run must not outlive this
     name = f"sync-{time.strftime('%Y%m%d-%H%M%S')}"

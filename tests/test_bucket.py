@@ -1,4 +1,5 @@
-"""Mounts: the lagging mirror, and rclone and s3fs with the robust flags of bench/bucket.py. A minute on two idle cores.
+"""Mounts: the lagging mirror, and rclone and s3fs with the robust flags of bench/bucket.py. A
+minute on two idle cores.
 
 python -m pytest tests/test_bucket.py
 """
@@ -22,12 +23,20 @@ CONFIG, WEIGHTS = bucket.CONFIG, bucket.WEIGHTS
 LAG_S = 1.0
 
 
-# --------------------------------------------------------------------------------------------------------- the mirror
+# --------------------------------------------------------------------------------------- the mirror
 @contextlib.contextmanager
 def mirrored(tmp_path: Path, *options: str):
     source, target = tmp_path / "source", tmp_path / "target"
     source.mkdir()
-    command = [sys.executable, ROOT / "local" / "mirror.py", source, target, "--lag", str(LAG_S), *options]
+    command = [
+        sys.executable,
+        ROOT / "local" / "mirror.py",
+        source,
+        target,
+        "--lag",
+        str(LAG_S),
+        *options,
+    ]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout.readline().startswith("[mirror] ")
@@ -71,7 +80,9 @@ def test_mirror_shows_everything_after_the_lag_and_deletes_as_late(tmp_path):
         published = publish(source, "v1")
         seen = states(target / "v1", {WEIGHTS: 1000, CONFIG: 2})
         assert LAG_S <= time.monotonic() - published < LAG_S + 0.5
-        assert {CONFIG: 2} not in seen  # a config without its weights is what vLLM answers with a 500
+        assert {
+            CONFIG: 2
+        } not in seen  # a config without its weights is what vLLM answers with a 500
 
         changed = time.monotonic()
         (source / "v1" / CONFIG).write_text('{"r": 1}')
@@ -97,23 +108,33 @@ def test_mirror_keeps_up_with_sixty_adapters(tmp_path):
         for version in range(60):
             last = publish(source, f"v{version}")
         whole = {WEIGHTS: 1000, CONFIG: 2}
-        assert bucket.wait_for(lambda: all(sizes(target / f"v{v}") == whole for v in range(60)), LAG_S + 5) is not None
+        assert (
+            bucket.wait_for(
+                lambda: all(sizes(target / f"v{v}") == whole for v in range(60)), LAG_S + 5
+            )
+            is not None
+        )
         assert time.monotonic() - last < LAG_S + 1
 
 
-# ------------------------------------------------------------------------------------------------------- real mounts
+# -------------------------------------------------------------------------------------- real mounts
 @pytest.fixture(scope="session")
 def mounts():
     """Skips where there is no FUSE; what else is missing is installed where that is allowed."""
     if not os.path.exists("/dev/fuse"):
         pytest.skip(
-            "NO BUCKET MOUNT TESTED: /dev/fuse is missing here (docker run --device /dev/fuse --cap-add SYS_ADMIN)"
+            "NO BUCKET MOUNT TESTED: /dev/fuse is missing here "
+            "(docker run --device /dev/fuse --cap-add SYS_ADMIN)"
         )
     packages = [name for name in ("rclone", "s3fs") if not shutil.which(name)]
     packages += [] if shutil.which("fusermount3") else ["fuse3"]
     if packages and os.geteuid() == 0 and shutil.which("apt-get"):
         for command in (["update", "-qq"], ["install", "-y", "-qq", *packages]):
-            subprocess.run(["apt-get", *command], env=os.environ | {"DEBIAN_FRONTEND": "noninteractive"}, timeout=300)
+            subprocess.run(
+                ["apt-get", *command],
+                env=os.environ | {"DEBIAN_FRONTEND": "noninteractive"},
+                timeout=300,
+            )
     if lacks := bucket.missing(tuple(bucket.ROBUST)):
         pytest.skip(f"NO BUCKET MOUNT TESTED: missing {', '.join(lacks)}")
 
@@ -128,7 +149,8 @@ def test_robust_mounts_show_every_save_whole_and_lose_nothing(tool, run):
     row = bucket.measure(bucket.ROBUST[tool], run, saves=5, spacing_s=0.2, latency_s=0.01)
     assert (row.verdict, row.lost, row.third) == ("yes", [], ""), row
     assert len(row.visible_s) == 5 and max(row.visible_s) < 10, row
-    # s3fs has uploaded what is closed. rclone has not, and an unmount drops it: that is why mount() says so.
+    # s3fs has uploaded what is closed. rclone has not, and an unmount drops it: that is why mount()
+    # says so.
     assert row.unmounted == {"s3fs": "3 of 3 files", "rclone": "0 of 3 files"}[tool]
 
 
@@ -159,13 +181,19 @@ def test_hold_mounts_a_pair_and_leaves_nothing(tool, end, tmp_path, mounts):
         process.stdout.close()
     assert not os.path.ismount(writer) and not os.path.ismount(reader)
     assert not list(writer.iterdir())
-    assert subprocess.run(["pgrep", "-f", f"{tool}.*{tmp_path}"], capture_output=True).returncode == 1
+    assert (
+        subprocess.run(["pgrep", "-f", f"{tool}.*{tmp_path}"], capture_output=True).returncode == 1
+    )
 
 
 def test_what_is_missing_is_named_with_how_to_get_it(tmp_path):
     command = [sys.executable, bucket.__file__, "--tool", "rclone"]
     result = subprocess.run(
-        command, env=os.environ | {"PATH": str(tmp_path)}, capture_output=True, text=True, timeout=60
+        command,
+        env=os.environ | {"PATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     assert result.returncode == 2
     assert "rclone (apt-get install rclone)" in result.stderr and "Traceback" not in result.stderr
