@@ -239,6 +239,7 @@ def load_tokenizer() -> tuple:
     turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "ANSWER"}]
     end_of_turn = tokenizer(render(turns).rpartition("ANSWER")[2], add_special_tokens=False)
     header = render(turns[:1], add_generation_prompt=True).removeprefix(render(turns[:1]))
+    header or sys.exit(f"[train] {MODEL}: its chat template has no generation prompt: add one")
     # TRL knows some models' templates, for their tool calls. Here all after the header is content.
     fields = {"content": {"content": "text"}}
     tokenizer.response_template = {"start_anchor": header, "fields": fields}

@@ -88,14 +88,14 @@ def end(process: subprocess.Popen, grace: float):
 
 
 @contextlib.contextmanager
-def replica_here(log: Path, **env: str):
-    """A vLLM replica with nothing in front of it, ready; yields its URL. `env`: for launch.sh."""
+def replica_here(log: Path, *command: str, **env: str):
+    """A replica with nothing in front of it, or what `command` starts, ready; yields its URL."""
     here, port = ROOT / ".local", free_port()
     path = f"{ROOT / 'local'}:{here / 'venv/bin'}:{os.environ['PATH']}"
     setting = {"PATH": path, "MODEL": str(here / "tiny/model"), "JOB_PORT": str(port), "SEED": "0"}
     env = os.environ | setting | env
     server, url, deadline = (
-        start(["./launch.sh", "serve", "here"], log, env),
+        start(list(command) or ["./launch.sh", "serve", "here"], log, env),
         f"http://127.0.0.1:{port}",
         time.monotonic() + 300,
     )

@@ -1,16 +1,25 @@
 """Machines that are not Jobs, real from end to end: two replicas of `serve.sh here` that ask for a
-key, and `launch.sh trainer` with REPLICA_URLS (three minutes)."""
+key, and `launch.sh trainer` with REPLICA_URLS; then what README.md does with the result (four
+minutes)."""
 
+import base64
 import contextlib
 import json
 import os
 import pathlib
 import subprocess
+import threading
 import time
+import typing
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 import requests
+import torch
 from chaos import free_port, replica_here
+from datasets import load_dataset
+from peft import AutoPeftModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 ROOT = pathlib.Path(__file__).parents[1]
 LOCAL = ROOT / ".local"
@@ -55,20 +64,127 @@ def trainer(replicas, run, mount, scratch, **changed):
     return ["./launch.sh", "trainer"], environment | changed
 
 
-def test_the_trainer_runs_with_replicas_of_ones_own(replicas, tmp_path):
-    assert [requests.get(f"{url}/v1/models", timeout=30).status_code for url in replicas] == [
-        401,
-        401,
-    ]
-    command, environment = trainer(replicas, "own", tmp_path, tmp_path)
+@pytest.fixture(scope="module")
+def trained(replicas, tmp_path_factory):
+    """(what the trainer said, the run's directory)"""
+    mount = tmp_path_factory.mktemp("bucket")
+    command, environment = trainer(replicas, "own", mount, mount)
     done = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert KEY not in done.stdout + done.stderr
-    board = json.loads((tmp_path / "own/scoreboard.json").read_text())
+    return done.stdout + done.stderr, mount / "own"
+
+
+def test_the_trainer_runs_with_replicas_of_ones_own(replicas, trained):
+    asked = [requests.get(f"{url}/v1/models", timeout=30).status_code for url in replicas]
+    said, directory = trained
+    assert asked == [401, 401] and KEY not in said
+    board = json.loads((directory / "scoreboard.json").read_text())
     assert board["steps"] == 6 and board["replicas"] == 2 and board["routing"]["ejected"] == 0
-    assert (tmp_path / "own/final-adapter/adapter_model.safetensors").is_file()
+    assert (directory / "final-adapter/adapter_model.safetensors").is_file()
+
+
+def greedy(url, model, prompt, key=""):
+    body = {"model": model, "prompt": prompt, "max_tokens": 24, "temperature": 0}
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    answer = requests.post(f"{url}/v1/completions", json=body, headers=headers, timeout=120)
+    assert answer.status_code == 200, answer.text
+    return answer.json()["choices"][0]["text"]
+
+
+def test_the_result_answers_alike_wherever_it_is_used(replicas, trained, tmp_path):
+    """README's section: stock vLLM, PEFT and the merged model say what a replica said."""
+    adapter, model = trained[1] / "final-adapter", LOCAL / "tiny/model"
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    rows = load_dataset(str(LOCAL / "tiny/held-out-sums"), split="test").select(range(4))
+    questions = [f"{row['problem']}\nAnswer in \\boxed{{}}." for row in rows]
+    prompts = [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": question}], add_generation_prompt=True, return_dict=False
+        )
+        for question in questions
+    ]
+    order = {"lora_name": "result", "lora_path": str(adapter)}
+    bearer = {"Authorization": f"Bearer {KEY}"}
+    url = replicas[0]
+    requests.post(
+        f"{url}/v1/load_lora_adapter", json=order, headers=bearer, timeout=60
+    ).raise_for_status()
+    said = [greedy(url, "result", prompt, KEY) for prompt in prompts]
+    assert all("\\boxed{" in text for text in said)
+
+    stock = ["vllm", "serve", str(model), "--enable-lora", "--max-lora-rank", "1"]
+    stock += ["--lora-modules", f"math={adapter}"]
+    with replica_here(tmp_path / "stock.log", *stock) as url:
+        assert [greedy(url, "math", prompt) for prompt in prompts] == said
+
+    peft = AutoPeftModelForCausalLM.from_pretrained(adapter)
+    merged = tmp_path / "math-merged"
+    answers = {"peft": [], "merged": []}
+    for name, used in (("peft", peft), ("merged", None)):
+        if name == "merged":
+            peft.merge_and_unload().save_pretrained(merged)
+            used = AutoModelForCausalLM.from_pretrained(merged)
+        for prompt in prompts:
+            reply = used.generate(
+                torch.tensor([prompt]), max_new_tokens=24, do_sample=False, pad_token_id=0
+            )
+            text = tokenizer.decode(reply[0, len(prompt) :], skip_special_tokens=True)
+            answers[name].append(text)
+    assert answers == {"peft": said, "merged": said}
+
+
+class Hub(BaseHTTPRequestHandler):
+    """As much of the Hub as `hf upload` asks for; keeps the files of commits."""
+
+    committed: typing.ClassVar[dict[str, bytes]] = {}
+
+    def do_POST(self):
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        url = f"http://{self.headers['Host']}/me/math"
+        if "/preupload/" in self.path:
+            names = [file["path"] for file in json.loads(body)["files"]]
+            plain = {"uploadMode": "regular", "shouldIgnore": False}
+            answer = {"files": [plain | {"path": name} for name in names]}
+        elif "/commit/" in self.path:
+            for line in map(json.loads, body.splitlines()):
+                if line["key"] == "file":
+                    file = line["value"]
+                    self.committed[file["path"]] = base64.b64decode(file["content"])
+            answer = {"commitUrl": f"{url}/commit/1", "commitOid": "1", "success": True}
+        else:
+            answer = {"url": url, "id": "me/math", "name": "me/math"}
+        text = json.dumps(answer).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    do_GET = do_POST
+
+    def log_message(self, *_):
+        pass
+
+
+def test_the_result_is_published_with_its_model_card(trained):
+    adapter = trained[1] / "final-adapter"
+    report = [LOCAL / "venv/bin/python", ROOT / "bench/report.py", trained[1]]
+    subprocess.run(report, check=True, capture_output=True, timeout=120)
+    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as hub:
+        threading.Thread(target=hub.serve_forever, daemon=True).start()
+        environment = os.environ | {"HF_TOKEN": "hf_x", "HF_HUB_OFFLINE": "0"}
+        environment["HF_ENDPOINT"] = f"http://127.0.0.1:{hub.server_port}"
+        command = [LOCAL / "venv/bin/hf", "upload", "me/math", adapter]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+        hub.shutdown()
+    assert done.returncode == 0, done.stdout + done.stderr
+    files = {path.name: path.read_bytes() for path in adapter.iterdir()}
+    assert Hub.committed == files
+    card = files["README.md"].decode()
+    assert "library_name: peft" in card and '"reward_last": ' in card and '"steps": 6' in card
+    assert "Asynchronous GRPO with a rank-1 LoRA" in card
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ SCRIPTS = ("train.py", "proxy.py", "serve.sh", "launch.sh", "bench/bucket.py", "
 SOURCE = "".join((ROOT / name).read_text() for name in SCRIPTS)
 
 LAUNCH, RECIPE = "tests/test_launch.py", "tests/test_recipe.py"
-SLURM = "tests/test_slurm.py"
+SLURM, OWN = "tests/test_slurm.py", "tests/test_own_replicas.py"
 RUN_BY = {  # a pattern of commands: the file that runs them, and words of the call there
     r"\./launch\.sh --local": (RECIPE, '"./launch.sh", "--local"'),
     r"BUCKET=me/lora \./launch\.sh --check": (LAUNCH, 'ground.launch("--check"'),
@@ -23,6 +23,8 @@ RUN_BY = {  # a pattern of commands: the file that runs them, and words of the c
     r"BIND=\S+ SEED=\d \./launch\.sh serve docker": (LAUNCH, 'SEED="1", BIND="10.0.0.11"'),
     r"REPLICA_URLS=\S+ RUN=first \./launch\.sh docker": (LAUNCH, '"launch.sh", "docker"]'),
     r"RUN=first MOUNT=\S+ sbatch slurm/run\.sbatch": (SLURM, '"slurm/run.sbatch"]'),
+    r"vllm serve \S+ --enable-lora .* --lora-modules math=\S+": (OWN, '"--lora-modules", f"math='),
+    r"hf upload me/math \S+": (OWN, '"upload", "me/math"'),
     r"TRACKIO_DIR=\S+ \S+/trackio show --project \S+": (RECIPE, 'venv/bin/trackio", "show"'),
 }
 

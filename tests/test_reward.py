@@ -77,6 +77,8 @@ EQUAL = [  # (ground truth, answer)
     ("1,2", r"x = 1 \text{ or } x = 2"),
     (r"[0,1]", r"x \in [0,1]"),
     (r"x \le 3", r"x \leq 3"),
+    (r"x \leq 2", "x <= 2"),
+    (r"x \neq 3", "x != 3"),
     # expressions
     ("x^2+2x+1", "x^{2} + 2x + 1"),
     ("x^2+2x+1", "(x+1)^2"),

@@ -227,6 +227,28 @@ def test_each_part_of_the_end_may_fail_alone(output, monkeypatch, capsys):
     )
 
 
+@pytest.mark.parametrize("process", [0, 1])
+def test_no_gpu_process_waits_while_the_first_one_asks_and_counts(output, monkeypatch, process):
+    """The process group ends in `train`, so nobody is in a collective during `finish`."""
+    done = []
+    config = SimpleNamespace(process_index=process)
+    rows = Dataset.from_list([{"ids": [1]}])
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    for name in train.NEEDED.split():
+        monkeypatch.setenv(name, "1")
+    for name, stub in {
+        "load_tokenizer": lambda: (None, None),
+        "load": lambda *arguments: rows,
+        "AsyncGRPOConfig": lambda **options: config,
+        "broadcast_object_list": lambda found: found,
+        "train": lambda *arguments: done.append("train"),
+        "finish": lambda *arguments: done.append("finish"),
+    }.items():
+        monkeypatch.setattr(train, name, stub)
+    train.main()
+    assert done == (["train", "finish"] if process == 0 else ["train"])
+
+
 # ---- The model
 
 
@@ -304,12 +326,15 @@ def test_models_by_their_tokenizers(tmp_path, monkeypatch, name):
 
 def test_a_model_that_cannot_be_trained_is_refused_in_a_line(tmp_path, monkeypatch):
     monkeypatch.setattr(train, "MODEL", str(tmp_path))
+    tokenizer_of(tmp_path, CHATML.partition("{% if add")[0], "<|endoftext|>", ["<|im_start|>"])
+    with pytest.raises(SystemExit, match="has no generation prompt"):
+        train.load_tokenizer()
     tokenizer_of(tmp_path, CHATML, None, ["<|im_start|>", "<|im_end|>"])
-    with pytest.raises(SystemExit, match="has no EOS token"):
+    with pytest.raises(SystemExit, match="has no EOS token or no chat template"):
         train.load_tokenizer()
     tokenizer_of(tmp_path, None, "<|endoftext|>", [])
     (tmp_path / "chat_template.jinja").unlink(missing_ok=True)
-    with pytest.raises(SystemExit, match="has no chat template"):
+    with pytest.raises(SystemExit, match="has no EOS token or no chat template"):
         train.load_tokenizer()
 
 
@@ -353,7 +378,9 @@ def check(output, **changed):
 def test_check_says_what_can_be_trained(tmp_path):
     done = check(tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "80 prompts, checkpoint to resume from: None" in done.stdout
+    assert "sums: 80 prompts; 0 leave no room" in done.stdout
+    assert "held-out-sums: 20 prompts" in done.stdout
+    assert "checkpoint to resume from: None" in done.stdout
 
 
 def test_prompts_that_leave_no_room_are_dropped_with_a_line(tmp_path):
