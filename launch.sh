@@ -117,8 +117,9 @@ cancel() { # Jobs with label $1, until none is left
 finish() { # at any exit
   local code=$?
   trap : INT TERM HUP
+  # The staged copy of the scripts has been uploaded, or is not needed any more.
   # shellcheck disable=SC2046
-  kill $(jobs -p) 2>/dev/null || true
+  rm -rf ".local/code-$RUN" && kill $(jobs -p) 2>/dev/null || true
   [[ -z $at_end ]] || (cancel "$at_end") || code=1
   # torchrun gives its processes 30 s
   wait

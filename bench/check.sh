@@ -71,6 +71,7 @@ probe() { # submits a Job that runs `check.sh $1`; prints its id
 finish() {
   local code=$? id
   trap : INT TERM HUP
+  rm -rf ".local/code-$RUN"
   for id in $(timeout 120 hf jobs list --quiet "${namespace[@]}" --label "$label"); do
     timeout 120 hf jobs cancel "${namespace[@]}" "$id" >/dev/null || code=1
   done

@@ -181,7 +181,7 @@ def test_command_and_jobs_die_with_the_stand_in(tmp_path):
     start = f"hf jobs run --detach --quiet image sh -c '{job}' 2>/dev/null"
     process = around(tmp_path, "bash", "-c", f"{start}; echo $$; exec sleep 600")
     job_id, pid = process.stdout.readline().strip(), int(process.stdout.readline())
-    file = tmp_path / f"state/jobs/{job_id}/work/pid"
+    file = tmp_path / "state/jobs" / job_id / "work" / "pid"
     of_job = int(until(lambda: file.exists() and file.read_text(), "the Job to run"))
     assert alive(pid) and alive(of_job)
     process.kill()
