@@ -249,6 +249,18 @@ def test_no_gpu_process_waits_while_the_first_one_asks_and_counts(output, monkey
     assert done == (["train", "finish"] if process == 0 else ["train"])
 
 
+def test_an_error_that_is_not_the_buckets_is_told_as_what_it_is(monkeypatch, capsys):
+    def fail(**options):
+        raise TimeoutError("a library's")
+
+    trainer = SimpleNamespace(weight_transfer=None, remove_callback=lambda kind: None, train=fail)
+    monkeypatch.setattr(train, "AsyncGRPOTrainer", lambda *arguments, **options: trainer)
+    monkeypatch.setattr(train, "LORA_RANK", 1)
+    with pytest.raises(TimeoutError, match="a library's"):
+        train.train(SimpleNamespace(process_index=0), None, None, None, None)
+    assert "bucket" not in capsys.readouterr().out
+
+
 # ---- The model
 
 
