@@ -8,3 +8,11 @@ os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
 sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
 # A shell that starts this in the background makes it, and all that it starts, ignore Ctrl-C.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# The longest files begin first, so that none is left alone at the end.
+LONGEST = ("recipe", "launch", "slurm", "chaos", "own_replicas", "s3_recipe", "bucket")
+
+
+def pytest_collection_modifyitems(items):
+    order = {f"test_{name}.py": place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: order.get(item.path.name, len(order)))
