@@ -625,10 +625,8 @@ def refused(tool: str, how: str, run: Run, heal_s: float = VISIBLE_DEADLINE_S) -
                 bucket.refuse_writes()
             else:
                 bucket.server.send_signal(signal.SIGKILL if how == "gone" else signal.SIGSTOP)
-            saved, checkpointed = (
-                attempt(run.adapter, run, writer),
-                attempt(run.checkpoint, run, writer),
-            )
+            saved = attempt(run.adapter, run, writer)
+            checkpointed = attempt(run.checkpoint, run, writer)
             if how == "gone":  # with moto's memory
                 return f"| {tool} | {how} | {saved} | {checkpointed} | - | - |"
             bucket.server.send_signal(signal.SIGCONT)

@@ -43,11 +43,10 @@ from jobs_api import job_processes
 
 ROOT = Path(__file__).resolve().parent.parent
 HARMS = ("kill replica", "kill trainer", "freeze replica", "cut connections", "lag")
-FREEZE_S, LAG_S, MOMENT_S = (
-    (2, 40),
-    (0.5, 8),
-    (0, 8),
-)  # what a plan's `amount` of 0 and of 1 stand for
+# what a plan's `amount` of 0 and of 1 stand for
+FREEZE_S = (2, 40)
+LAG_S = (0.5, 8)
+MOMENT_S = (0, 8)
 CHECKPOINT_S = 300  # s without a new checkpoint after which a run is not recovering
 FINISH_S = 900  # s for the start of a run, and again for its end once the last harm is done
 COUNTS = ("routed", "retried", "ejected", "readmitted", "held")  # of the proxy's /stats
@@ -94,11 +93,9 @@ def replica_here(log: Path, *command: str, **env: str):
     path = f"{ROOT / 'local'}:{here / 'venv/bin'}:{os.environ['PATH']}"
     setting = {"PATH": path, "MODEL": str(here / "tiny/model"), "JOB_PORT": str(port), "SEED": "0"}
     env = os.environ | setting | env
-    server, url, deadline = (
-        start(list(command) or ["./launch.sh", "serve", "here"], log, env),
-        f"http://127.0.0.1:{port}",
-        time.monotonic() + 300,
-    )
+    server = start(list(command) or ["./launch.sh", "serve", "here"], log, env)
+    url = f"http://127.0.0.1:{port}"
+    deadline = time.monotonic() + 300
     try:
         while not answers(f"{url}/health"):
             try:
@@ -130,11 +127,9 @@ class LocalRun:
     ):
         here = tree / ".local"
         self.name, self.steps, self.tree, self.lag, self.mirror = name, steps, tree, lag, None
-        self.state, self.readers, self.launch_log = (
-            here / name,
-            here / f"{name}-readers",
-            here / f"{name}.launch.log",
-        )
+        self.state = here / name
+        self.readers = here / f"{name}-readers"
+        self.launch_log = here / f"{name}.launch.log"
         self.output = here / "buckets/local/lora" / name
         self.proxy = f"http://127.0.0.1:{free_port()}"
         port = self.proxy.rpartition(":")[2]
@@ -264,18 +259,14 @@ class Watch:
 
     def __init__(self, run: LocalRun):
         self.run, self.copies = run, run.state.with_name(f"{run.name}-policies")
-        self.hashes, self.seen = (
-            collections.defaultdict(set),
-            set(),
-        )  # {name: digests}; files looked at
-        self.past, self.proxy = (
-            collections.Counter(),
-            collections.Counter(),
-        )  # earlier proxies', the present one's
-        self.over, self.thread = (
-            threading.Event(),
-            threading.Thread(target=self.look_on, daemon=True),
-        )
+        # {name: digests}; files looked at
+        self.hashes = collections.defaultdict(set)
+        self.seen = set()
+        # earlier proxies', the present one's
+        self.past = collections.Counter()
+        self.proxy = collections.Counter()
+        self.over = threading.Event()
+        self.thread = threading.Thread(target=self.look_on, daemon=True)
 
     def __enter__(self):
         self.thread.start()

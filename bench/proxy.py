@@ -127,10 +127,8 @@ def measure(contenders, connections, count, seed, stagger=0.0):
     processes = {name: process.pid for name, (_, process) in contenders.items() if process}
     begin, before = time.perf_counter(), {name: cpu_s(pid) for name, pid in processes.items()}
     results, figures = asyncio.run(all_of_them()), {}
-    wall, spent = (
-        time.perf_counter() - begin,
-        {name: cpu_s(pid) - before[name] for name, pid in processes.items()},
-    )
+    wall = time.perf_counter() - begin
+    spent = {name: cpu_s(pid) - before[name] for name, pid in processes.items()}
     for name, (took, latencies) in zip(contenders, results, strict=True):
         p50, p99 = latencies[len(latencies) // 2] * 1e3, latencies[int(len(latencies) * 0.99)] * 1e3
         figures[name] = {
@@ -176,10 +174,8 @@ def servers(delay):
 
     try:
         ports = [free_port() for _ in range(4)]
-        fakes, url = (
-            [f"http://127.0.0.1:{port}" for port in ports[:2]],
-            "http://127.0.0.1:{}".format,
-        )
+        fakes = [f"http://127.0.0.1:{port}" for port in ports[:2]]
+        url = "http://127.0.0.1:{}".format
         for port in ports[:2]:
             start(__file__, "--fake", port, "--delay", delay)
         theirs = start(YARDSTICK, ports[2], ",".join(fakes), "token")

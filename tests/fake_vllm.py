@@ -59,10 +59,9 @@ class FakeVLLM:
         self.interim = False  # send 103 Early Hints before an answer
         self.tokens = 4  # tokens of an answer, unless `max_tokens` asks for fewer
         self.paused = False
-        self.adapters, self.cache = (
-            {},
-            {},
-        )  # {name: (path, content)}, {(name, blocks so far): content}
+        # {name: (path, content)}, {(name, blocks so far): content}
+        self.adapters = {}
+        self.cache = {}
         self.keys = set()  # the Authorization headers that came
         self.log, self.resets, self.aborted, self.active, self.connections = [], 0, 0, 0, set()
         self.tls, self.port, self.server, self.lock = tls, 0, None, threading.Lock()

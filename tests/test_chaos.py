@@ -64,10 +64,8 @@ class Interview:
 
     def __init__(self, run: LocalRun):
         self.run, self.said = run, {}  # {(Job, policy): what it answered}
-        self.over, self.thread = (
-            threading.Event(),
-            threading.Thread(target=self.ask_on, daemon=True),
-        )
+        self.over = threading.Event()
+        self.thread = threading.Thread(target=self.ask_on, daemon=True)
 
     def __enter__(self):
         self.thread.start()

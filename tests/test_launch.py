@@ -720,12 +720,10 @@ class Machine:
     KEY = "key-of-ours"
 
     def __init__(self, folder: Path):
-        self.folder, self.tree, self.mount, self.launches = (
-            folder,
-            copy_of_scripts(folder / "tree"),
-            folder / "lora",
-            [],
-        )
+        self.folder = folder
+        self.tree = copy_of_scripts(folder / "tree")
+        self.mount = folder / "lora"
+        self.launches = []
         tools = folder / "bin"
         for directory in (self.mount / "own", tools):
             directory.mkdir(parents=True)

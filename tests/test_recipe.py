@@ -34,10 +34,8 @@ def processes_of(run: str) -> list[str]:
     found = []
     for directory in pathlib.Path("/proc").glob("[0-9]*"):
         try:
-            environment, command = (
-                (directory / "environ").read_bytes(),
-                (directory / "cmdline").read_bytes(),
-            )
+            environment = (directory / "environ").read_bytes()
+            command = (directory / "cmdline").read_bytes()
         except OSError:
             continue  # it ended while we looked, or it is not ours
         if f"RUN={run}".encode() in environment.split(b"\0"):
