@@ -30,9 +30,8 @@ def chain(model, tokens):
 class Balancer:
     def __init__(self, replicas):
         self.inflight, self.turn = [0] * replicas, 0
-        self.table = (
-            collections.OrderedDict()
-        )  # {block: (replicas that have it, up to two blocks seen after it)}
+        # {block: (replicas that have it, up to two blocks seen after it)}
+        self.table = collections.OrderedDict()
 
     def pick(self, model, tokens):
         blocks, everyone = chain(model, tokens), range(len(self.inflight))

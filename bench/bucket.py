@@ -82,11 +82,8 @@ ROBUST = {
         # One writer: what it has not made is not there. Without asking for that, a save takes half
         # the time.
         ("-onotsup_compat_dir", "-oenable_noobj_cache", *S3FS_GIVE_UP),
-        (
-            "-oro",
-            "-ostat_cache_expire=1",
-            *S3FS_GIVE_UP,
-        ),  # and no enable_noobj_cache: a replica asks too early
+        # and no enable_noobj_cache: a replica asks too early
+        ("-oro", "-ostat_cache_expire=1", *S3FS_GIVE_UP),
         "a close uploads, a rename copies file by file; "
         "the reader remembers for 1 s what is there, never what is not",
     ),
@@ -157,9 +154,8 @@ class Bucket:
             item["Key"] for item in client.list_objects_v2(Bucket=self.name).get("Contents", [])
         ):
             if not key.endswith("/"):
-                with contextlib.suppress(
-                    client.exceptions.NoSuchKey
-                ):  # deleted or renamed since it was listed
+                # deleted or renamed since it was listed
+                with contextlib.suppress(client.exceptions.NoSuchKey):
                     found[key] = client.get_object(Bucket=self.name, Key=key)["Body"].read()
         return found
 
@@ -318,17 +314,15 @@ class Run:
     version `v` of each."""
 
     def __init__(self):
-        os.environ |= {
-            "HF_HUB_OFFLINE": "1",
-            "TRL_EXPERIMENTAL_SILENCE": "1",
-        }  # before the imports, which read them
+        # before the imports, which read them
+        os.environ |= {"HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
         import torch
         from accelerate import Accelerator
         from peft import LoraConfig, get_peft_model
         from safetensors import SafetensorError
-        from torch.distributed.checkpoint import (
-            CheckpointException,
-        )  # not an Exception, but a BaseException
+
+        # not an Exception, but a BaseException
+        from torch.distributed.checkpoint import CheckpointException
         from transformers import Qwen2Config, Qwen2ForCausalLM
         from trl.experimental.async_grpo.async_grpo_trainer import save_lora_adapter
 
@@ -430,9 +424,8 @@ class Watch(threading.Thread):
     def read(self, name: str) -> bytes | None:
         path = self.path / name
         try:
-            return (
-                path.read_bytes() if path.is_file() else None
-            )  # first a stat, whose size a read then goes by
+            # first a stat, whose size a read then goes by
+            return path.read_bytes() if path.is_file() else None
         except OSError:  # vanishing under a rename, say: not whole
             return None
 
@@ -451,20 +444,17 @@ class Row:
     setting: Setting
     failed: str = ""  # the exception that a save raised
     save_s: list[float] = dataclasses.field(default_factory=list)
-    visible_s: list[float | None] = dataclasses.field(
-        default_factory=list
-    )  # after the save returned; None: not seen
-    in_part: list[list[str]] = dataclasses.field(
-        default_factory=list
-    )  # for each save that was: what was seen first
+    # after the save returned; None: not seen
+    visible_s: list[float | None] = dataclasses.field(default_factory=list)
+    # for each save that was: what was seen first
+    in_part: list[list[str]] = dataclasses.field(default_factory=list)
     checkpoint_s: float | None = None
     replaced_s: float | None = None
     stale: bool = (
         False  # a file replaced while nobody looked is read cut short, or old, FORGET_S later
     )
-    lost: list[str] = dataclasses.field(
-        default_factory=list
-    )  # files that the bucket lacks, or holds otherwise
+    # files that the bucket lacks, or holds otherwise
+    lost: list[str] = dataclasses.field(default_factory=list)
     third: str = ""  # why a fresh mount could not load everything
     unmounted: str = ""  # files in the bucket of those written just before an unmount
 
@@ -574,9 +564,8 @@ def write_and_watch(
                 root / "run" / ".vllm_lora" / f"trl-policy-v{version - KEPT}", ignore_errors=True
             )
         if version < saves:
-            time.sleep(
-                max(0.0, began + spacing_s - time.monotonic())
-            )  # the pace of syncs, not a wait for something
+            # the pace of syncs, not a wait for something
+            time.sleep(max(0.0, began + spacing_s - time.monotonic()))
     for watch, saved in watches:
         row.visible_s.append(watch.seconds(saved))
         if watch.seen_in_part:
@@ -592,10 +581,8 @@ def write_and_watch(
     for name, content in written.items():
         (truth / relative / name).parent.mkdir(parents=True, exist_ok=True)
         (truth / relative / name).write_bytes(content)
-    for version in (
-        1,
-        22,
-    ):  # the second is longer: a size that the reader remembers would cut it short
+    # the second is longer: a size that the reader remembers would cut it short
+    for version in (1, 22):
         relative = run.replace(truth, version).relative_to(truth)
         watch = Watch(reader / relative.parent, {relative.name: (truth / relative).read_bytes()})
         run.replace(writer, version)
@@ -707,9 +694,8 @@ def main() -> int:
         serve(args.latency_ms / 1000)
         return 0
 
-    def stop(
-        number: int, frame
-    ) -> None:  # an exception, so that what is mounted is unmounted; a second one is too late
+    # an exception, so that what is mounted is unmounted; a second one is too late
+    def stop(number: int, frame) -> None:
         for other in SIGNALS:
             signal.signal(other, signal.SIG_IGN)
         sys.exit(0 if args.hold else 128 + number)

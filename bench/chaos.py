@@ -368,9 +368,8 @@ def checks(run: LocalRun, watch: Watch, rise: float = 0.2) -> list[tuple[str, bo
         if path.exists()
         else {"steps": 0, "reward_first": 0, "reward_last": 0}
     )
-    ratios = [
-        float(ratio) for ratio in re.findall(r"\[train\] step .* ratio ([\d.]+) ", log)
-    ]  # of steps redone, too
+    # of steps redone, too
+    ratios = [float(ratio) for ratio in re.findall(r"\[train\] step .* ratio ([\d.]+) ", log)]
     ratios += [step["ratio"] for step in history]
     retries = sum(step.get("rollout/vllm_retry_total") or 0 for step in history)
     retries += len(re.findall(r"; retry \d+/\d+ in \d+s", log))

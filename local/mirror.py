@@ -40,9 +40,8 @@ def scan(root: Path) -> dict[str, tuple]:
         directories[:] = [name for name in directories if not skipped(name)]
         found |= {os.path.relpath(os.path.join(folder, name), root): () for name in directories}
         for path in (os.path.join(folder, name) for name in files if not skipped(name)):
-            with contextlib.suppress(
-                FileNotFoundError
-            ):  # gone since it was listed: the next scan sees what became of it
+            # gone since it was listed: the next scan sees what became of it
+            with contextlib.suppress(FileNotFoundError):
                 status = os.stat(path)
                 found[os.path.relpath(path, root)] = (
                     status.st_mtime_ns,
@@ -56,9 +55,8 @@ class Mirror:
     def __init__(self, source: Path, target: Path, lag_s: float, torn: bool):
         self.source, self.target, self.lag_s, self.torn = source, target, lag_s, torn
         self.known: dict[str, tuple | None] = dict.fromkeys(scan(target))
-        self.due: list[
-            tuple[float, tuple, str, str]
-        ] = []  # heap of (when, order, path, what to do)
+        # heap of (when, order, path, what to do)
+        self.due: list[tuple[float, tuple, str, str]] = []
 
     def poll(self) -> None:
         now, found = time.monotonic(), scan(self.source)

@@ -80,9 +80,8 @@ def test_mirror_shows_everything_after_the_lag_and_deletes_as_late(tmp_path):
         published = publish(source, "v1")
         seen = states(target / "v1", {WEIGHTS: 1000, CONFIG: 2})
         assert LAG_S <= time.monotonic() - published < LAG_S + 0.5
-        assert {
-            CONFIG: 2
-        } not in seen  # a config without its weights is what vLLM answers with a 500
+        # a config without its weights is what vLLM answers with a 500
+        assert {CONFIG: 2} not in seen
 
         changed = time.monotonic()
         (source / "v1" / CONFIG).write_text('{"r": 1}')

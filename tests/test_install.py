@@ -91,9 +91,8 @@ def test_an_interrupted_installation_is_told_and_begun_again(tree, signum):
     (tree / "do").write_text("hang")
     process = start(tree)
     assert any("torch-2" in line for line in iter(process.stdout.readline, ""))
-    (os.killpg if signum == signal.SIGINT else os.kill)(
-        process.pid, signum
-    )  # Ctrl-C reaches all of them
+    # Ctrl-C reaches all of them
+    (os.killpg if signum == signal.SIGINT else os.kill)(process.pid, signum)
     process.communicate(timeout=10)  # pip has ended as well, for it holds the output
     assert process.returncode != 0 and not whole(tree)
     (tree / ".local/venv/half").touch()

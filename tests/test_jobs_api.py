@@ -145,9 +145,8 @@ class StandIn:
         if self.process.poll() is None:
             self.process.send_signal(signum)
         try:
-            self.process.communicate(
-                timeout=DEADLINE_S
-            )  # the watchdog holds stdout too: its end is the end of all
+            # the watchdog holds stdout too: its end is the end of all
+            self.process.communicate(timeout=DEADLINE_S)
         except subprocess.TimeoutExpired:
             self.process.kill()
             raise
@@ -216,10 +215,8 @@ def test_every_flag_arrives(api, tmp_path):
             f"hf://buckets/local/lora/scripts:{code}:ro",
         ),
         *("--expose", "8000", "vllm/vllm-openai:v0.27.1"),
-        *(
-            "--",
-            *command,
-        ),  # without the "--" the CLI would take the command's --timeout for its own
+        # without the "--" the CLI would take the command's --timeout for its own
+        *("--", *command),
     )
     job = api.ended(job_id)
 
@@ -279,9 +276,8 @@ def test_every_flag_arrives(api, tmp_path):
         )
     )
     assert [(item["id"], item["status"]) for item in listed] == [(job_id, "COMPLETED")]
-    assert (
-        json.loads(api.hf("jobs", "list", "--json", "--label", "run=r1-dp3")) == []
-    )  # without --all: active ones
+    # without --all: active ones
+    assert json.loads(api.hf("jobs", "list", "--json", "--label", "run=r1-dp3")) == []
     assert json.loads(api.hf("jobs", "list", "--json", "--all", "--label", "run=r1")) == []
 
 
@@ -310,10 +306,8 @@ def test_logs_follow_live_and_replay(api):
     command += 'printf "three\\nno newline"'
     job_id = api.start("image", "sh", "-c", command)
     follower = api.popen("jobs", "logs", "-f", job_id)
-    assert [follower.stdout.readline(), follower.stdout.readline()] == [
-        "one\n",
-        "err\n",
-    ]  # while the Job runs
+    # while the Job runs
+    assert [follower.stdout.readline(), follower.stdout.readline()] == ["one\n", "err\n"]
     assert api.job(job_id)["status"]["stage"] == "RUNNING"
     (api.state / "jobs" / job_id / "work/go").touch()
     rest, _ = follower.communicate(timeout=DEADLINE_S)
@@ -334,9 +328,8 @@ def test_wait_and_exit_codes(api):
     assert api.ended(bad)["status"]["message"] == "Job failed with exit code: 3"
     assert api.ended(killed)["status"]["message"] == "Job failed with exit code: 137"
     assert "No such file or directory: 'no-such-program'" in api.ended(missing)["status"]["message"]
-    assert "exit code: 4" in api.hf(
-        "jobs", "run", "image", "sh", "-c", "exit 4", code=1
-    )  # not detached: follows
+    # not detached: follows
+    assert "exit code: 4" in api.hf("jobs", "run", "image", "sh", "-c", "exit 4", code=1)
 
 
 def test_attempts_run_the_command_again(api):

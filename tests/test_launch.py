@@ -982,15 +982,8 @@ def test_serve_in_docker(tmp_path):
         *(f"--env={k}={v}" for k, v in SETTINGS.items()),
     ]
     image = ["--entrypoint", "vllm", "vllm/vllm-openai:v0.27.1", "serve", "Qwen/Qwen2.5-Math-1.5B"]
-    assert words == [
-        *expected,
-        *image,
-        "--host",
-        "127.0.0.1",
-        "--port",
-        "8000",
-        *FLAGS,
-    ]  # nobody else reaches it
+    # nobody else reaches it
+    assert words == [*expected, *image, "--host", "127.0.0.1", "--port", "8000", *FLAGS]
 
     words, env, _ = serve(
         "docker", folder=tmp_path, SEED="1", BIND="10.0.0.11", PORT="81", VLLM_API_KEY="the-key"
@@ -1004,9 +997,8 @@ def test_serve_in_docker(tmp_path):
         "81",
         *FLAGS,
     ]
-    assert (
-        env["VLLM_API_KEY"] == "the-key" and "the-key" not in words
-    )  # docker takes it from its environment
+    # docker takes it from its environment
+    assert env["VLLM_API_KEY"] == "the-key" and "the-key" not in words
 
     words, _, _ = serve(
         "docker", folder=tmp_path, SEED="1", LORA_RANK="9", MAX_STALENESS="1", CONTEXT="512"

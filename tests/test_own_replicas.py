@@ -198,9 +198,8 @@ def small_bucket(tmp_path):
     if made.returncode:
         pytest.skip(f"NO TEST OF A FULL BUCKET HERE, for nothing can be mounted: {made.stderr}")
     yield mount
-    subprocess.run(
-        ["umount", "--lazy", mount], check=True, timeout=30
-    )  # the replicas have its adapters mapped
+    # the replicas have its adapters mapped
+    subprocess.run(["umount", "--lazy", mount], check=True, timeout=30)
 
 
 def test_a_bucket_that_refuses_a_save_stops_the_training_and_keeps_the_checkpoints(

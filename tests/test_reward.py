@@ -335,10 +335,8 @@ def test_the_same_text_is_not_parsed(monkeypatch):
         (r"First \boxed{3}, no: \boxed{4}.", "4"),
         (r"It is \boxed{5}, which is what we wanted to show, QED.", "5"),
         (r"\boxed{\frac{1}{\sqrt{2}}}", r"\frac{1}{\sqrt{2}}"),
-        (
-            r"\boxed{\left\{ x \mid x > 0 \right.}",
-            r"\left\{ x \mid x > 0 \right.",
-        ),  # an escaped brace opens nothing
+        # an escaped brace opens nothing
+        (r"\boxed{\left\{ x \mid x > 0 \right.}", r"\left\{ x \mid x > 0 \right."),
         (r"\boxed{a\\}", r"a\\"),
         (r"\boxed {5}", "5"),
         (r"\boxed{x=\boxed{5}}", "5"),

@@ -55,9 +55,8 @@ def mounts(tmp_path):
 def test_the_recipe_runs_on_s3_mounts(mounts):
     writer, reader = mounts
     run = f"s3-{os.getpid()}"
-    (reader / f"local/{run}-code").symlink_to(
-        writer / f"local/{run}-code"
-    )  # the scripts are no part of the question
+    # the scripts are no part of the question
+    (reader / f"local/{run}-code").symlink_to(writer / f"local/{run}-code")
     environment = os.environ | {"RUN": run, "MAX_STEPS": "24", "LOCAL_BUCKETS": str(writer)}
     environment |= {"LOCAL_READER_BUCKETS": str(reader)}
     done = subprocess.run(
