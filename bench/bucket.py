@@ -450,9 +450,8 @@ class Row:
     in_part: list[list[str]] = dataclasses.field(default_factory=list)
     checkpoint_s: float | None = None
     replaced_s: float | None = None
-    stale: bool = (
-        False  # a file replaced while nobody looked is read cut short, or old, FORGET_S later
-    )
+    # a file replaced while nobody looked is read cut short, or old, FORGET_S later
+    stale: bool = False
     # files that the bucket lacks, or holds otherwise
     lost: list[str] = dataclasses.field(default_factory=list)
     third: str = ""  # why a fresh mount could not load everything

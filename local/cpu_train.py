@@ -1,6 +1,6 @@
 """train.py without a GPU: the same `main()`, smaller constants, and the two patches a CPU needs.
 
-torchrun --nproc-per-node 2 local/cpu_train.py        # `launch.sh --local` does this
+torchrun --nproc-per-node 2 local/cpu_train.py    # `launch.sh --local` does this
 """
 
 import functools
@@ -9,9 +9,8 @@ import sys
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."))
 
-os.environ["ACCELERATE_USE_CPU"] = (
-    "true"  # gloo: without a GPU, accelerate is not distributed unless it is told to
-)
+# gloo: without a GPU, accelerate is not distributed unless it is told to
+os.environ["ACCELERATE_USE_CPU"] = "true"
 
 import accelerate.state
 import torch

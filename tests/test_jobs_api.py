@@ -298,6 +298,10 @@ def test_volumes_share_the_bucket(api, tmp_path):
     info = json.loads(api.hf("buckets", "info", "local/lora"))
     assert info["id"] == "local/lora" and info["private"] and info["total_files"] >= 1
     assert "v1/adapter" in api.hf("buckets", "list", "local/lora", "-R")
+    # What would be fetched: the transfer itself is Xet's.
+    sync = ("buckets", "sync", "hf://buckets/local/lora/v1", "first")
+    plan = [json.loads(line) for line in api.hf(*sync, "--dry-run").splitlines()]
+    assert [(item["action"], item["path"]) for item in plan[1:]] == [("download", "adapter")]
     assert "local/lora" in api.hf("buckets", "list")
 
 

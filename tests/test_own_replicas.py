@@ -4,9 +4,12 @@ minutes)."""
 
 import base64
 import contextlib
+import io
 import json
 import os
 import pathlib
+import re
+import shlex
 import subprocess
 import threading
 import time
@@ -85,6 +88,23 @@ def test_the_trainer_runs_with_replicas_of_ones_own(replicas, trained):
     assert (directory / "final-adapter/adapter_model.safetensors").is_file()
 
 
+README = (ROOT / "README.md").read_text().partition("## Use the result")[2].partition("\n## ")[0]
+QUESTION = "3+4=?\nAnswer in \\boxed{}."
+
+
+def readme(begins: str, **instead: str) -> list[str]:
+    """The words of README's command that begins so, with this machine's names in place of its."""
+    commands = re.findall(r"^\$ ((?:.*\\\n)*.*?)(?: +#.*)?$", README, re.MULTILINE)
+    [command] = [command for command in commands if command.startswith(begins)]
+    for name, value in instead.items():
+        assert README_NAMES[name] in command
+        command = command.replace(README_NAMES[name], value)
+    return [word for word in shlex.split(command) if word != "\n"]
+
+
+README_NAMES = {"model": "Qwen/Qwen2.5-Math-1.5B", "run": "first/", "server": "localhost:8000"}
+
+
 def greedy(url, model, prompt, key=""):
     body = {"model": model, "prompt": prompt, "max_tokens": 24, "temperature": 0}
     headers = {"Authorization": f"Bearer {key}"} if key else {}
@@ -93,46 +113,50 @@ def greedy(url, model, prompt, key=""):
     return answer.json()["choices"][0]["text"]
 
 
-def test_the_result_answers_alike_wherever_it_is_used(replicas, trained, tmp_path):
-    """README's section: stock vLLM, PEFT and the merged model say what a replica said."""
-    adapter, model = trained[1] / "final-adapter", LOCAL / "tiny/model"
+def test_the_result_answers_alike_wherever_it_is_used(replicas, trained, tmp_path, monkeypatch):
+    """README's lines: stock vLLM, PEFT and the merged model say what a replica said."""
+    run, model = trained[1], LOCAL / "tiny/model"
     tokenizer = AutoTokenizer.from_pretrained(model)
     rows = load_dataset(str(LOCAL / "tiny/held-out-sums"), split="test").select(range(4))
-    questions = [f"{row['problem']}\nAnswer in \\boxed{{}}." for row in rows]
+    questions = [f"{row['problem']}\nAnswer in \\boxed{{}}." for row in rows] + [QUESTION]
     prompts = [
         tokenizer.apply_chat_template(
             [{"role": "user", "content": question}], add_generation_prompt=True, return_dict=False
         )
         for question in questions
     ]
-    order = {"lora_name": "result", "lora_path": str(adapter)}
+    order = {"lora_name": "result", "lora_path": str(run / "final-adapter")}
     bearer = {"Authorization": f"Bearer {KEY}"}
-    url = replicas[0]
-    requests.post(
-        f"{url}/v1/load_lora_adapter", json=order, headers=bearer, timeout=60
-    ).raise_for_status()
-    said = [greedy(url, "result", prompt, KEY) for prompt in prompts]
+    url = f"{replicas[0]}/v1/load_lora_adapter"
+    requests.post(url, json=order, headers=bearer, timeout=60).raise_for_status()
+    said = [greedy(replicas[0], "result", prompt, KEY) for prompt in prompts]
     assert all("\\boxed{" in text for text in said)
 
-    stock = ["vllm", "serve", str(model), "--enable-lora", "--max-lora-rank", "1"]
-    stock += ["--lora-modules", f"math={adapter}"]
-    with replica_here(tmp_path / "stock.log", *stock) as url:
+    serve = readme("vllm serve", model=str(model), run=f"{run}/")
+    with replica_here(tmp_path / "stock.log", *serve) as url:
         assert [greedy(url, "math", prompt) for prompt in prompts] == said
+        ask = readme("curl", server=url.removeprefix("http://"))
+        answer = json.loads(subprocess.check_output([*ask, "--silent"], text=True, timeout=120))
+    assert answer["choices"][0]["message"]["content"] == said[-1]
 
-    peft = AutoPeftModelForCausalLM.from_pretrained(adapter)
-    merged = tmp_path / "math-merged"
-    answers = {"peft": [], "merged": []}
-    for name, used in (("peft", peft), ("merged", None)):
-        if name == "merged":
-            peft.merge_and_unload().save_pretrained(merged)
-            used = AutoModelForCausalLM.from_pretrained(merged)
+    monkeypatch.chdir(tmp_path)
+    pathlib.Path("first").symlink_to(run)
+    [source] = re.findall(r"^```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        exec(source.replace(README_NAMES["model"], str(model)))
+    assert f"assistant\n{said[-1]}" in out.getvalue()
+    for used in (
+        AutoPeftModelForCausalLM.from_pretrained("first/final-adapter"),
+        AutoModelForCausalLM.from_pretrained("math-merged"),
+    ):
+        answers = []
         for prompt in prompts:
             reply = used.generate(
                 torch.tensor([prompt]), max_new_tokens=24, do_sample=False, pad_token_id=0
             )
             text = tokenizer.decode(reply[0, len(prompt) :], skip_special_tokens=True)
-            answers[name].append(text)
-    assert answers == {"peft": said, "merged": said}
+            answers.append(text)
+        assert answers == said
 
 
 class Hub(BaseHTTPRequestHandler):
@@ -176,10 +200,11 @@ def test_the_result_is_published_with_its_model_card(trained):
         threading.Thread(target=hub.serve_forever, daemon=True).start()
         environment = os.environ | {"HF_TOKEN": "hf_x", "HF_HUB_OFFLINE": "0"}
         environment["HF_ENDPOINT"] = f"http://127.0.0.1:{hub.server_port}"
-        command = [LOCAL / "venv/bin/hf", "upload", "me/math", adapter]
+        environment["PATH"] = f"{LOCAL / 'venv/bin'}:{os.environ['PATH']}"
+        command = readme("hf upload", run=f"{trained[1]}/")
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
         hub.shutdown()
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.returncode == 0 and "/me/math/commit/" in done.stdout, done.stdout + done.stderr
     files = {path.name: path.read_bytes() for path in adapter.iterdir()}
     assert Hub.committed == files
     card = files["README.md"].decode()

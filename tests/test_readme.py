@@ -13,6 +13,7 @@ SOURCE = "".join((ROOT / name).read_text() for name in SCRIPTS)
 
 LAUNCH, RECIPE = "tests/test_launch.py", "tests/test_recipe.py"
 SLURM, OWN = "tests/test_slurm.py", "tests/test_own_replicas.py"
+JOBS = "tests/test_jobs_api.py"
 RUN_BY = {  # a pattern of commands: the file that runs them, and words of the call there
     r"\./launch\.sh --local": (RECIPE, '"./launch.sh", "--local"'),
     r"BUCKET=me/lora \./launch\.sh --check": (LAUNCH, 'ground.launch("--check"'),
@@ -23,8 +24,10 @@ RUN_BY = {  # a pattern of commands: the file that runs them, and words of the c
     r"BIND=\S+ SEED=\d \./launch\.sh serve docker": (LAUNCH, 'SEED="1", BIND="10.0.0.11"'),
     r"REPLICA_URLS=\S+ RUN=first \./launch\.sh docker": (LAUNCH, '"launch.sh", "docker"]'),
     r"RUN=first MOUNT=\S+ sbatch slurm/run\.sbatch": (SLURM, '"slurm/run.sbatch"]'),
-    r"vllm serve \S+ --enable-lora .* --lora-modules math=\S+": (OWN, '"--lora-modules", f"math='),
-    r"hf upload me/math \S+": (OWN, '"upload", "me/math"'),
+    r"hf buckets sync hf://\S+ first": (JOBS, '"buckets", "sync"'),
+    r"vllm serve \S+ --enable-lora .* --lora-modules math=\S+": (OWN, 'readme("vllm serve"'),
+    r"curl localhost:8000/v1/chat/completions .*\\": (OWN, 'readme("curl"'),
+    r"hf upload me/math \S+": (OWN, 'readme("hf upload"'),
     r"TRACKIO_DIR=\S+ \S+/trackio show --project \S+": (RECIPE, 'venv/bin/trackio", "show"'),
 }
 
