@@ -332,8 +332,7 @@ def number_of(path: Path) -> int:
 def highest_published_version() -> int:
     """Highest N of `.vllm_lora/trl-policy-vN` in this run's directory: numbering goes on after it,
     whatever the checkpoint says. vLLM keys its prefix cache by name: a name used twice would mix
-    two
-    policies' weights."""
+    the weights of two policies."""
     return max(map(number_of, OUTPUT_DIR.glob(".vllm_lora/trl-policy-v*")), default=0)
 
 
@@ -571,9 +570,10 @@ def main():
         train(args, tokenizer, dataset, reward, checkpoint)
         # The last step is saved, too, whatever SAVE_STEPS.
         checkpoint = OUTPUT_DIR / f"checkpoint-{MAX_STEPS}"
-    # The others have ended, or are about to: none waits for this.
-    if args.process_index == 0:
-        finish(reward, questions, checkpoint)
+    # Of several processes only the first goes on, and none waits for it. The others end at once,
+    # because the threads of torch can abort an interpreter that ends by itself.
+    args.process_index and os._exit(0)
+    finish(reward, questions, checkpoint)
 
 
 def train(args, tokenizer, dataset, reward, checkpoint: Path | None):

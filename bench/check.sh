@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# `BUCKET=me/lora ./launch.sh --check`: checks bucket and exposed port with two cpu-basic Jobs, after
-# launch.sh has checked the account. A few minutes, one cent. launch.sh sets the variables.
+# `BUCKET=me/lora ./launch.sh --check`: checks the bucket and an exposed port with two cpu-basic Jobs,
+# after launch.sh has checked the account. A few minutes, one cent. launch.sh sets the variables.
 #
 # You should see that the exposed port of a Job asks for the token; then, for each of PROBES
 # directories that one Job publishes as TRL does, after how many seconds the other Job's mount shows

@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import pytest
+from chaos import free_port
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -58,7 +59,7 @@ def test_the_recipe_runs_on_s3_mounts(mounts):
     # the scripts are no part of the question
     (reader / f"local/{run}-code").symlink_to(writer / f"local/{run}-code")
     environment = os.environ | {"RUN": run, "MAX_STEPS": "24", "LOCAL_BUCKETS": str(writer)}
-    environment |= {"LOCAL_READER_BUCKETS": str(reader)}
+    environment |= {"LOCAL_READER_BUCKETS": str(reader), "PROXY_PORT": str(free_port())}
     done = subprocess.run(
         ["./launch.sh", "--local"],
         cwd=ROOT,
