@@ -89,7 +89,8 @@ def test_the_trainer_runs_with_replicas_of_ones_own(replicas, trained):
 
 
 README = (ROOT / "README.md").read_text().partition("## Use the result")[2].partition("\n## ")[0]
-QUESTION = "3+4=?\nAnswer in \\boxed{}."
+QUESTION = "3+4=?\nAnswer in \\boxed{}."  # README's
+README_NAMES = {"model": "Qwen/Qwen2.5-Math-1.5B", "run": "first/", "server": "localhost:8000"}
 
 
 def readme(begins: str, **instead: str) -> list[str]:
@@ -100,9 +101,6 @@ def readme(begins: str, **instead: str) -> list[str]:
         assert README_NAMES[name] in command
         command = command.replace(README_NAMES[name], value)
     return [word for word in shlex.split(command) if word != "\n"]
-
-
-README_NAMES = {"model": "Qwen/Qwen2.5-Math-1.5B", "run": "first/", "server": "localhost:8000"}
 
 
 def greedy(url, model, prompt, key=""):
