@@ -22,6 +22,7 @@ import re
 import shutil
 import signal
 import statistics
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -99,6 +100,8 @@ def launched(name: str, steps: int, lag: float, tree: Path = ROOT) -> dict[str, 
 def blocking(name: str, steps: int, lag: float) -> dict[str, float]:
     """The same run from a copy of the scripts in which proxy.py is the blocking one."""
     tree = ROOT / ".local" / f"{name}-tree"
+    # It shares this tree's installation, which must be there by now.
+    subprocess.run([ROOT / "local/install.sh"], check=True)
     shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(".*", "__pycache__"))
     (tree / "proxy.py").write_text(BLOCKING)
     (tree / ".local").mkdir()

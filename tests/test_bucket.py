@@ -4,19 +4,20 @@ minute on two idle cores.
 python -m pytest tests/test_bucket.py
 """
 
-import contextlib
 import os
 import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "local")]
+import mirror  # noqa: E402
+
 from bench import bucket  # noqa: E402
 
 CONFIG, WEIGHTS = bucket.CONFIG, bucket.WEIGHTS
@@ -24,96 +25,87 @@ LAG_S = 1.0
 
 
 # --------------------------------------------------------------------------------------- the mirror
-@contextlib.contextmanager
-def mirrored(tmp_path: Path, *options: str):
-    source, target = tmp_path / "source", tmp_path / "target"
-    source.mkdir()
-    command = [
-        sys.executable,
-        ROOT / "local" / "mirror.py",
-        source,
-        target,
-        "--lag",
-        str(LAG_S),
-        *options,
-    ]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout.readline().startswith("[mirror] ")
-        yield source / ".vllm_lora", target / ".vllm_lora"
-        process.terminate()
-        assert process.wait(5) == 0
-    finally:
-        process.kill()
-        process.wait(5)
-        process.stdout.close()
+class Watched(mirror.Mirror):
+    """A mirror that looks when it is told to; `seen` is how its v1 looked after each change."""
+
+    def __init__(self, folder: Path, monkeypatch, torn: bool = False):
+        source, target, self.now = folder / "source", folder / "target", 0.0
+        source.mkdir()
+        target.mkdir()
+        monkeypatch.setattr(mirror, "time", SimpleNamespace(monotonic=lambda: self.now))
+        super().__init__(source, target, LAG_S, torn)
+        self.lora, self.shown, self.seen = source / ".vllm_lora", target / ".vllm_lora", [{}]
+
+    def publish(self, path: str, action: str):
+        super().publish(path, action)
+        if (now := sizes(self.shown / "v1")) != self.seen[-1]:
+            self.seen.append(now)
+
+    def at(self, seconds: float) -> dict[str, int]:
+        """How v1 looks then."""
+        self.now = seconds
+        self.poll()
+        return sizes(self.shown / "v1")
 
 
-def publish(lora: Path, name: str) -> float:
-    """As TRL does: a staging directory, then a rename. Returns when."""
+def publish(lora: Path, name: str):
+    """As TRL does: a staging directory, then a rename."""
     staging = lora / f".{name}.tmp"
     staging.mkdir(parents=True)
     (staging / WEIGHTS).write_bytes(b"w" * 1000)
     (staging / CONFIG).write_text("{}")
     staging.rename(lora / name)
-    return time.monotonic()
 
 
 def sizes(folder: Path) -> dict[str, int]:
     return {file.name: file.stat().st_size for file in folder.iterdir()} if folder.is_dir() else {}
 
 
-def states(folder: Path, last: dict[str, int]) -> list[dict[str, int]]:
-    """What was seen of `folder`, in order, until it looked like `last`."""
-    seen, deadline = [{}], time.monotonic() + LAG_S + 5
-    while seen[-1] != last:
-        assert time.monotonic() < deadline, f"expected {last}, saw {seen}"
-        with contextlib.suppress(FileNotFoundError):  # deleted between listing and stat
-            if (now := sizes(folder)) != seen[-1]:
-                seen.append(now)
-        time.sleep(0.005)
-    return seen
+def test_mirror_shows_everything_after_the_lag_and_deletes_as_late(tmp_path, monkeypatch):
+    mirror = Watched(tmp_path, monkeypatch)
+    publish(mirror.lora, "v1")
+    assert mirror.at(10) == mirror.at(10.9) == {}
+    assert mirror.at(11) == {WEIGHTS: 1000, CONFIG: 2}
+    # a config without its weights is what vLLM answers with a 500
+    assert mirror.seen == [{}, {WEIGHTS: 1000}, {WEIGHTS: 1000, CONFIG: 2}]
+
+    (mirror.lora / "v1" / CONFIG).write_text('{"r": 1}')
+    assert mirror.at(20) == mirror.at(20.9) == {WEIGHTS: 1000, CONFIG: 2}
+    assert mirror.at(21) == {WEIGHTS: 1000, CONFIG: 8}
+
+    shutil.rmtree(mirror.lora / "v1")
+    assert mirror.at(30) == mirror.at(30.9) == {WEIGHTS: 1000, CONFIG: 8}
+    assert mirror.at(31) == {} and not (mirror.shown / "v1").exists()
+    assert sizes(mirror.shown) == {}  # no staging names either
 
 
-def test_mirror_shows_everything_after_the_lag_and_deletes_as_late(tmp_path):
-    with mirrored(tmp_path) as (source, target):
-        published = publish(source, "v1")
-        seen = states(target / "v1", {WEIGHTS: 1000, CONFIG: 2})
-        assert LAG_S <= time.monotonic() - published < LAG_S + 0.5
-        # a config without its weights is what vLLM answers with a 500
-        assert {CONFIG: 2} not in seen
-
-        changed = time.monotonic()
-        (source / "v1" / CONFIG).write_text('{"r": 1}')
-        states(target / "v1", {WEIGHTS: 1000, CONFIG: 8})
-        assert LAG_S <= time.monotonic() - changed < LAG_S + 0.5
-
-        shutil.rmtree(source / "v1")
-        deleted = time.monotonic()
-        assert bucket.wait_for(lambda: not (target / "v1").exists(), LAG_S + 5) is not None
-        assert LAG_S - 0.1 <= time.monotonic() - deleted < LAG_S + 0.5
-        assert sizes(target) == {}  # no staging names either
+def test_torn_mirror_shows_config_then_half_the_weights_then_all(tmp_path, monkeypatch):
+    mirror = Watched(tmp_path, monkeypatch, torn=True)
+    publish(mirror.lora, "v1")
+    assert mirror.at(10) == mirror.at(10.9) == {}
+    assert mirror.at(11) == mirror.at(11.4) == {CONFIG: 2}
+    assert mirror.at(11.5) == mirror.at(11.9) == {CONFIG: 2, WEIGHTS: 500}
+    assert mirror.at(12) == {CONFIG: 2, WEIGHTS: 1000}
 
 
-def test_torn_mirror_shows_config_then_half_the_weights_then_all(tmp_path):
-    with mirrored(tmp_path, "--torn") as (source, target):
-        publish(source, "v1")
-        seen = states(target / "v1", {CONFIG: 2, WEIGHTS: 1000})
-        assert seen == [{}, {CONFIG: 2}, {CONFIG: 2, WEIGHTS: 500}, {CONFIG: 2, WEIGHTS: 1000}]
-
-
-def test_mirror_keeps_up_with_sixty_adapters(tmp_path):
-    with mirrored(tmp_path) as (source, target):
+def test_mirror_runs_until_it_is_told_to_end(tmp_path):
+    source, target = tmp_path / "source", tmp_path / "target"
+    source.mkdir()
+    command = [sys.executable, ROOT / "local/mirror.py", source, target, "--lag", "0.1"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout.readline().startswith("[mirror] ")
         for version in range(60):
-            last = publish(source, f"v{version}")
-        whole = {WEIGHTS: 1000, CONFIG: 2}
-        assert (
-            bucket.wait_for(
-                lambda: all(sizes(target / f"v{v}") == whole for v in range(60)), LAG_S + 5
-            )
-            is not None
-        )
-        assert time.monotonic() - last < LAG_S + 1
+            publish(source / ".vllm_lora", f"v{version}")
+        whole = lambda name: sizes(target / ".vllm_lora" / name) == {WEIGHTS: 1000, CONFIG: 2}
+        everything = lambda: all(whole(f"v{version}") for version in range(60))
+        assert bucket.wait_for(everything, 30) is not None
+        process.terminate()
+        assert process.wait(30) == 0
+    finally:
+        process.kill()
+        process.wait(5)
+        process.stdout.close()
 
 
 # -------------------------------------------------------------------------------------- real mounts
