@@ -570,10 +570,9 @@ def main():
         train(args, tokenizer, dataset, reward, checkpoint)
         # The last step is saved, too, whatever SAVE_STEPS.
         checkpoint = OUTPUT_DIR / f"checkpoint-{MAX_STEPS}"
-    # Of several processes only the first goes on, and none waits for it. The others end at once,
-    # because the threads of torch can abort an interpreter that ends by itself.
-    args.process_index and os._exit(0)
-    finish(reward, questions, checkpoint)
+    # The others have ended, or are about to: none waits for this.
+    if args.process_index == 0:
+        finish(reward, questions, checkpoint)
 
 
 def train(args, tokenizer, dataset, reward, checkpoint: Path | None):

@@ -101,7 +101,7 @@ def blocking(name: str, steps: int, lag: float) -> dict[str, float]:
     """The same run from a copy of the scripts in which proxy.py is the blocking one."""
     tree = ROOT / ".local" / f"{name}-tree"
     # It shares this tree's installation, which must be there by now.
-    subprocess.run([ROOT / "local/install.sh"], check=True)
+    subprocess.run([ROOT / "local/install.sh"], check=True, timeout=1800)
     shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(".*", "__pycache__"))
     (tree / "proxy.py").write_text(BLOCKING)
     (tree / ".local").mkdir()

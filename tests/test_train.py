@@ -1,6 +1,5 @@
 """train.py without a run: the model, the data, checkpoints, numbering, reading the pipeline."""
 
-import contextlib
 import json
 import os
 import subprocess
@@ -246,9 +245,7 @@ def test_no_gpu_process_waits_while_the_first_one_asks_and_counts(output, monkey
         "finish": lambda *arguments: done.append("finish"),
     }.items():
         monkeypatch.setattr(train, name, stub)
-    monkeypatch.setattr(os, "_exit", sys.exit)  # the end of this process would be pytest's
-    with pytest.raises(SystemExit, match="^0$") if process else contextlib.nullcontext():
-        train.main()
+    train.main()
     assert done == (["train", "finish"] if process == 0 else ["train"])
 
 
