@@ -293,33 +293,31 @@ class Handler(http.server.BaseHTTPRequestHandler):
         return self.reply(404, {"detail": "Not Found"})
 
     def completion(self, body):
+        """Count as active until the answer is known: its reader may look at the count at once."""
         fake = self.fake
         fake.active += 1
         try:
             status, answer = fake.complete(body)
-            if status == 400:
-                return self.reply(status, answer)
-            tokens = body.get("prompt") or body.get("token_ids") or [None]
-            self.linger(0 if body == PROOF or tokens[0] in fake.poison else math.inf)
-            mode = fake.poison.get(tokens[0], fake.mode)
-            if mode == "reset":
-                return self.drop()
-            if mode == "redirect":
-                return self.reply(302, "", {"Location": fake.elsewhere})
-            if mode == "engine dead":
-                text = (
-                    "EngineCore encountered an issue. See stack trace (above) for the root cause."
-                )
-                return self.reply(*error(500, text, "InternalServerError"))
-            if mode in ("500", "503", "401"):
-                status, answer = error(
-                    int(mode), f"the fake fails with {mode}", "InternalServerError"
-                )
-            if body.get("stream") and status == 200:
-                return self.stream(answer)
-            return self.reply(status, answer, cut=mode == "reset in body")
+            if status != 400:
+                tokens = body.get("prompt") or body.get("token_ids") or [None]
+                self.linger(0 if body == PROOF or tokens[0] in fake.poison else math.inf)
         finally:
             fake.active -= 1
+        if status == 400:
+            return self.reply(status, answer)
+        mode = fake.poison.get(tokens[0], fake.mode)
+        if mode == "reset":
+            return self.drop()
+        if mode == "redirect":
+            return self.reply(302, "", {"Location": fake.elsewhere})
+        if mode == "engine dead":
+            text = "EngineCore encountered an issue. See stack trace (above) for the root cause."
+            return self.reply(*error(500, text, "InternalServerError"))
+        if mode in ("500", "503", "401"):
+            status, answer = error(int(mode), f"the fake fails with {mode}", "InternalServerError")
+        if body.get("stream") and status == 200:
+            return self.stream(answer)
+        return self.reply(status, answer, cut=mode == "reset in body")
 
     def linger(self, limit):
         """Take `fake.delay`, at most `limit`, for ever in mode "hang". Stop if the peer leaves:
