@@ -360,7 +360,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
             self.drop()
 
 
-def wait_until(true, seconds=10):
+def wait_until(true, seconds=30):
     """Wait for a condition; AssertionError, with its source line, if it never comes true."""
     until = time.monotonic() + seconds
     while not (value := true()):

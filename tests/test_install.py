@@ -59,7 +59,7 @@ def start(tree: pathlib.Path) -> subprocess.Popen:
 
 def install(tree: pathlib.Path, code: int = 0) -> str:
     process = start(tree)
-    said, _ = process.communicate(timeout=30)
+    said, _ = process.communicate(timeout=60)
     assert process.returncode == code, said
     return said
 
@@ -93,7 +93,7 @@ def test_an_interrupted_installation_is_told_and_begun_again(tree, signum):
     assert any("torch-2" in line for line in iter(process.stdout.readline, ""))
     # Ctrl-C reaches all of them
     (os.killpg if signum == signal.SIGINT else os.kill)(process.pid, signum)
-    process.communicate(timeout=10)  # pip has ended as well, for it holds the output
+    process.communicate(timeout=60)  # pip has ended as well, for it holds the output
     assert process.returncode != 0 and not whole(tree)
     (tree / ".local/venv/half").touch()
     (tree / "do").write_text("whole")
@@ -133,6 +133,6 @@ def test_two_installations_at_once_are_one_after_the_other(tree):
     assert "another installation is at work" in second.stdout.readline()
     (tree / "do").write_text("whole")
     os.killpg(first.pid, signal.SIGKILL)
-    said, _ = second.communicate(timeout=30)
-    first.communicate(timeout=10)
+    said, _ = second.communicate(timeout=60)
+    first.communicate(timeout=60)
     assert second.returncode == 0 and "begins again" in said and whole(tree)

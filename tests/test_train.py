@@ -382,7 +382,7 @@ def check(output, **changed):
     environment = dict(zip(names.split(), map(str, values), strict=True)) | {"RANKS": "2"}
     environment = os.environ | environment | {"HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"} | changed
     command = [sys.executable, ROOT / "local/cpu_train.py", "check"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert "Traceback" not in done.stderr, done.stderr
     return done
 
