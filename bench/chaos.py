@@ -194,7 +194,7 @@ class LocalRun:
         return len(re.findall(r"\[train\] checkpoint-\d+ complete", self.log()))
 
     def history(self) -> list[dict]:
-        """What TRL logged, one dict a step, as the newest checkpoint has it; the last one comes
+        """What TRL logged, one dict per step, as the newest checkpoint has it; the last one comes
         after the last step."""
         states = self.output.glob("checkpoint-*/trainer_state.json")
         newest = max(
@@ -382,7 +382,7 @@ def checks(run: LocalRun, watch: Watch, rise: float = 0.2) -> list[tuple[str, bo
         ("ratio within 0.98-1.02", all(0.98 <= r <= 1.02 for r in ratios or [0]),
          f"{min(ratios, default=0):.4f}-{max(ratios, default=0):.4f} in {len(ratios)} records"),
         ("no request of TRL failed", retries == 0, f"{retries:.0f} retries"),
-        ("one file a policy name", bool(watch.hashes) and not mixed,
+        ("one file per policy name", bool(watch.hashes) and not mixed,
          f"{len(watch.hashes)} names, {len(mixed)} mixed"),
         ("nothing left running", not left, f"{len(left)} processes {left or ''}".rstrip()),
     ]  # fmt: skip
@@ -410,7 +410,7 @@ def main() -> int:
         "--seed", type=int, default=random.randrange(10_000), help="of the harms (default: any)"
     )
     parser.add_argument(
-        "--steps", type=int, help="optimizer steps of the run (default: 16 a minute)"
+        "--steps", type=int, help="optimizer steps of the run (default: 16 per minute)"
     )
     parser.add_argument(
         "--every", type=float, default=15, help="seconds between two harms, on average"

@@ -35,7 +35,7 @@ from chaos import free_port, say
 
 HERE = Path(__file__).resolve().parent
 PROXY, YARDSTICK = HERE.parent / "proxy.py", HERE / "asyncio_proxy.py"
-DELAY_S = 4.0  # of an answer in the second part; 384 in flight make 96 requests a second
+DELAY_S = 4.0  # of an answer in the second part; 384 in flight make 96 requests per second
 
 
 def fake_replica(port, delay, tokens=300):

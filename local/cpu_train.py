@@ -23,7 +23,7 @@ import train
 # second.
 train.LEARNING_RATE = 2e-3
 train.MAX_COMPLETION = 32
-train.TOKEN_BUDGET = 2048  # about 36 samples a row, two rows a step
+train.TOKEN_BUDGET = 2048  # about 36 samples per row, two rows per step
 train.ACCUMULATION = 1
 train.MAX_INFLIGHT = 64
 train.QUEUE_SIZE = 128

@@ -74,7 +74,7 @@ OWNERS = {  # of Jobs and buckets: the namespaces that there are
     USER: {"type": "user", "id": "0" * 24, "name": USER, "isPro": True, "canPay": True},
     "lab": {"type": "org", "id": "1" * 24, "name": "lab", "canPay": True, "roleInOrg": "admin"},
 }
-PRICES = {"cpu-basic": 0.01, "h200": 5.0, "h200x2": 10.0}  # of the flavors, $ an hour
+PRICES = {"cpu-basic": 0.01, "h200": 5.0, "h200x2": 10.0}  # of the flavors, $ per hour
 DEFAULTS = {"dockerImage": "", "spaceId": "", "command": [], "arguments": [], "flavor": ""}
 DEFAULTS |= {"environment": {}, "secrets": {}, "labels": {}, "volumes": [], "network": {}}
 DEFAULTS |= {"expose": {}, "attempts": 1, "timeoutSeconds": 30 * 60}  # as on Hugging Face
@@ -444,7 +444,7 @@ async def handle(request: web.BaseRequest) -> web.StreamResponse:
 
 
 def hardware(name: str, price: float) -> dict:
-    """A flavor as `hf jobs hardware` reads it; `price` is in $ a minute."""
+    """A flavor as `hf jobs hardware` reads it; `price` is in $ per minute."""
     size = dict.fromkeys(["cpu", "ram", "ephemeralStorage"], "this machine's")
     cost = {"unitLabel": "minute", "unitCostUSD": price, "unitCostMicroUSD": round(price * 1e6)}
     return {"name": name, "prettyName": name} | size | cost

@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 
 POLL_S = 0.05  # between two scans of SOURCE
-TORN_STEP_S = 0.5  # long enough that a replica which is asked twice a second meets each state
+TORN_STEP_S = 0.5  # long enough that a replica which is asked twice per second meets each state
 STAGED = ".mirror.tmp"  # in TARGET: a copy not yet renamed to its name
 
 

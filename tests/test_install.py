@@ -15,6 +15,7 @@ PARTS = ("local/install.sh", "local/requirements.txt", "local/tiny_model.py", "r
 # Stands for Python, for the one in the virtual environment and for its pip. The file `do` beside
 # the tree says what pip does: "whole", "fail" or "hang".
 PYTHON = """#!/bin/bash
+trap 'exit 130' INT  # bash alone forgets a Ctrl-C that comes while `cat` succeeds
 tree=$(cd "$(dirname "$0")" && pwd)
 tree=${tree%%/.local/*}
 case "$*" in

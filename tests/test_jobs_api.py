@@ -108,7 +108,7 @@ class StandIn:
             return error.code, json.load(error)
 
     def submit(self, *command: str, **fields) -> str:
-        """Start a Job without the CLI, which takes half a second a call: the Job's id."""
+        """Start a Job without the CLI, which takes half a second per call: the Job's id."""
         payload = {"dockerImage": "image", "command": command, "flavor": "cpu-basic", **fields}
         status, job = self.post("/api/jobs/local", payload)
         assert status == 200, job

@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FAKES = ROOT / "tests/fake_job"
 SCRIPTS = ("launch.sh", "serve.sh", "proxy.py", "train.py", "requirements.txt")
 SYSTEM = "/usr/local/bin:/usr/bin:/bin"
-DEADLINE_S = 90  # for anything a test waits for: `hf` alone takes a second a call on a busy machine
+DEADLINE_S = 90  # for anything a test waits for: `hf` takes a second per call on a busy machine
 ENDED = ("COMPLETED", "CANCELED", "ERROR")
 
 

@@ -381,7 +381,7 @@ def test_a_client_that_goes_away_while_it_is_held_is_forgotten(two):
 
 def test_a_client_that_sends_its_next_request_early_has_not_left(two):
     with running_proxy(two, TOKEN) as url:
-        slow(two, 1.5)  # the proxy looks once a second for clients that left
+        slow(two, 1.5)  # the proxy looks every second for clients that left
         one = b'POST /v1/completions HTTP/1.1\r\nContent-Length: 16\r\n\r\n{"prompt": "hi"}'
         with connect(url) as sock:
             sock.sendall(one)
