@@ -10,10 +10,10 @@ Three local runs of the recipe with the same constants, one after the other:
     single     one replica that sees the bucket at once, and no proxy: TRL's own requests reach vLLM
 
 You should see TRL's own figures side by side, then what was claimed and whether it holds. A sync in
-TRL is: pause, wait for all ranks, gather and save the adapter (`saving`), load, resume; what is
-beyond `saving` is what serving adds. This small model at times makes four steps in less than the
-mount's lag; such a sync waits until the adapter before it is everywhere, which shows in the
-maximum. Exit code 0: every claim holds."""
+TRL is: pause, wait for all GPU processes, gather and save the adapter (`saving`), load, resume;
+what is beyond `saving` is what serving adds. This small model at times makes four steps in less
+than the mount's lag; such a sync waits until the adapter before it is everywhere, which shows in
+the maximum. Exit code 0: every claim holds."""
 
 import argparse
 import contextlib
@@ -51,7 +51,7 @@ def hit_rate(urls: list[str]) -> float:
 
 
 def measures(history: list[dict], found: float) -> dict[str, float]:
-    """The table's column, from what TRL logged (one dict a step) and the hit rate."""
+    """The table's column, from what TRL logged (one dict per step) and the hit rate."""
     synced = [log for log in history if "perf/weight_sync_s" in log]
     syncs, saves = (
         [log[f"perf/weight_sync_{part}"] for log in synced] for part in ("s", "transfer_s")
@@ -66,7 +66,7 @@ def measures(history: list[dict], found: float) -> dict[str, float]:
         "beyond saving, s (p50)": statistics.median(beyond),
         "beyond saving, s (max)": max(beyond),
         "prefix cache hit rate": found,
-        "steps an hour": (len(history) - 1) * 3600 / seconds,
+        "steps per hour": (len(history) - 1) * 3600 / seconds,
         "ratio, min": min(ratios),
         "ratio, max": max(ratios),
     }
@@ -125,6 +125,7 @@ class SingleRun(LocalRun):
                 "DATASET": f"{here}/tiny/sums", "EVAL_DATASET": "", "MAX_STEPS": str(self.steps),
                 "MOUNT": str(self.output.parent), "PROXY_PORT": self.proxy.rpartition(":")[2],
                 "TRACKIO_DIR": f"{here}/trackio", "TRL_EXPERIMENTAL_SILENCE": "1",
+                "MAX_STALENESS": "4", "LORA_RANK": "1", "CONTEXT": "4096",  # as launch.sh has them
             }  # fmt: skip
             self.process = start(
                 ["torchrun", "--nproc-per-node", "2", "local/cpu_train.py"], self.launch_log, env
