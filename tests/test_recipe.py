@@ -66,7 +66,7 @@ def start(tree: pathlib.Path) -> str:
             env=environment,
             stdout=said,
             stderr=said,
-            timeout=1500,
+            timeout=2400,
         )
         said.seek(0)
         text = said.read()
