@@ -73,7 +73,7 @@ def trained(replicas, tmp_path_factory):
     mount = tmp_path_factory.mktemp("bucket")
     command, environment = trainer(replicas, "own", mount, mount)
     done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1200
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout + done.stderr, mount / "own"
@@ -106,7 +106,7 @@ def readme(begins: str, **instead: str) -> list[str]:
 def greedy(url, model, prompt, key=""):
     body = {"model": model, "prompt": prompt, "max_tokens": 24, "temperature": 0}
     headers = {"Authorization": f"Bearer {key}"} if key else {}
-    answer = requests.post(f"{url}/v1/completions", json=body, headers=headers, timeout=120)
+    answer = requests.post(f"{url}/v1/completions", json=body, headers=headers, timeout=300)
     assert answer.status_code == 200, answer.text
     return answer.json()["choices"][0]["text"]
 
@@ -134,7 +134,7 @@ def test_the_result_answers_alike_wherever_it_is_used(replicas, trained, tmp_pat
     with replica_here(tmp_path / "stock.log", *serve) as url:
         assert [greedy(url, "math", prompt) for prompt in prompts] == said
         ask = readme("curl", server=url.removeprefix("http://"))
-        answer = json.loads(subprocess.check_output([*ask, "--silent"], text=True, timeout=120))
+        answer = json.loads(subprocess.check_output([*ask, "--silent"], text=True, timeout=300))
     assert answer["choices"][0]["message"]["content"] == said[-1]
 
     monkeypatch.chdir(tmp_path)
@@ -193,14 +193,14 @@ class Hub(BaseHTTPRequestHandler):
 def test_the_result_is_published_with_its_model_card(trained):
     adapter = trained[1] / "final-adapter"
     report = [LOCAL / "venv/bin/python", ROOT / "bench/report.py", trained[1]]
-    subprocess.run(report, check=True, capture_output=True, timeout=120)
+    subprocess.run(report, check=True, capture_output=True, timeout=300)
     with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as hub:
         threading.Thread(target=hub.serve_forever, daemon=True).start()
         environment = os.environ | {"HF_TOKEN": "hf_x", "HF_HUB_OFFLINE": "0"}
         environment["HF_ENDPOINT"] = f"http://127.0.0.1:{hub.server_port}"
         environment["PATH"] = f"{LOCAL / 'venv/bin'}:{os.environ['PATH']}"
         command = readme("hf upload", run=f"{trained[1]}/")
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
         hub.shutdown()
     assert done.returncode == 0 and "/me/math/commit/" in done.stdout, done.stdout + done.stderr
     files = {path.name: path.read_bytes() for path in adapter.iterdir()}
@@ -245,7 +245,7 @@ def test_a_bucket_that_refuses_a_save_stops_the_training_and_keeps_the_checkpoin
         ):
             while True:
                 file.write(bytes(4096))
-        assert launch.wait(timeout=120) != 0
+        assert launch.wait(timeout=300) != 0
     finally:
         launch.terminate()
         launch.wait(timeout=60)

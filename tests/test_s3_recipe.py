@@ -66,7 +66,7 @@ def test_the_recipe_runs_on_s3_mounts(mounts):
         env=environment,
         capture_output=True,
         text=True,
-        timeout=900,
+        timeout=1800,
     )
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-3000:]
     board = json.loads((writer / "local/lora" / run / "scoreboard.json").read_text())

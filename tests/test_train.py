@@ -180,7 +180,7 @@ def test_a_space_that_is_refused_leaves_a_local_dashboard(tmp_path, space):
     environment |= {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_TOKEN": "hf_secret", "RUN": "first"}
     command = [sys.executable, "-c", BEGIN]
     done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
     assert ("[train] no Space: " in done.stdout) == bool(space)
