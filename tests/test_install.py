@@ -6,6 +6,7 @@ import pathlib
 import shutil
 import signal
 import subprocess
+import sys
 
 import pytest
 
@@ -13,24 +14,37 @@ ROOT = pathlib.Path(__file__).parents[1]
 PARTS = ("local/install.sh", "local/requirements.txt", "local/tiny_model.py", "requirements.txt")
 
 # Stands for Python, for the one in the virtual environment and for its pip. The file `do` beside
-# the tree says what pip does: "whole", "fail" or "hang".
-PYTHON = """#!/bin/bash
-trap 'exit 130' INT  # bash alone forgets a Ctrl-C that comes while `cat` succeeds
-tree=$(cd "$(dirname "$0")" && pwd)
-tree=${tree%%/.local/*}
-case "$*" in
-  -c*) exit "$(cat "$tree/too-old" 2>/dev/null || echo 0)" ;;
-  "-m venv "*) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
-  "-m pip install"*)
-    echo "Downloading torch-2.13.0-cp311.whl (180.2 MB)"
-    echo "Downloading tqdm-4.whl (78 kB)"
-    [[ $(cat "$tree/do") != hang ]] || exec sleep 60
-    [[ $(cat "$tree/do") != fail ]] || { echo "ERROR: No space left on device" >&2; exit 1; }
-    touch "${0%bin/python}/packages" ;;
-  "-m pip uninstall"*) ;;
-  local/tiny_model.py*) [[ $(cat "$tree/do") != fail ]] && mkdir -p "$2" && echo "a model" ;;
-  *) echo "unexpected: $*" >&2 && exit 9 ;;
-esac
+# the tree says what pip does: "whole", "fail" or "hang". It is Python itself, because bash can
+# forget a Ctrl-C that comes between two commands.
+PYTHON = f"""#!{sys.executable} -I
+import pathlib, shutil, sys, time
+
+this = pathlib.Path(__file__).absolute()
+tree = this.parents[3] if this.parent.name == "bin" else this.parent  # .local/venv/bin/python
+do = (tree / "do").read_text()
+match sys.argv[1:]:
+    case ["-c", _]:
+        sys.exit((tree / "too-old").exists())
+    case ["-m", "venv", where]:
+        (pathlib.Path(where) / "bin").mkdir(parents=True, exist_ok=True)
+        shutil.copy(this, where + "/bin/python")
+    case ["-m", "pip", "install", *_]:
+        print("Downloading torch-2.13.0-cp311.whl (180.2 MB)", flush=True)
+        print("Downloading tqdm-4.whl (78 kB)", flush=True)
+        if do == "hang":
+            time.sleep(600)
+        if do == "fail":
+            sys.exit("ERROR: No space left on device")
+        (this.parents[1] / "packages").touch()
+    case ["-m", "pip", "uninstall", *_]:
+        pass
+    case ["local/tiny_model.py", where]:
+        if do == "fail":
+            sys.exit(1)
+        pathlib.Path(where).mkdir(exist_ok=True)
+        print("a model")
+    case unexpected:
+        sys.exit(f"unexpected: {{unexpected}}")
 """
 
 
