@@ -36,7 +36,7 @@ from pathlib import Path
 from chaos import say
 
 MOTO = "moto[server]==5.2.5"
-MOUNT_DEADLINE_S, END_DEADLINE_S = 20, 10  # for a mount to appear, and for a process to end
+MOUNT_DEADLINE_S, END_DEADLINE_S = 120, 60  # for a server or a mount to appear, a process to end
 VISIBLE_DEADLINE_S = 20  # "not seen": four times what the slowest working mount needs
 LOOK_S = 0.05  # between two looks at the reader; the proxy offers an adapter every 0.5 s
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

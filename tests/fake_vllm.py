@@ -401,7 +401,7 @@ def running_proxy(fakes, token="", ready=True, api_key="", **constants):
     url = Proxy(fakes, token, api_key, constants)
     try:
         if ready:
-            wait_until(lambda: requests.get(f"{url}/health", timeout=10).status_code == 200)
+            wait_until(lambda: requests.get(f"{url}/health", timeout=30).status_code == 200)
         yield url
         assert url.process.poll() is None, url.said
     finally:

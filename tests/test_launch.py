@@ -455,7 +455,7 @@ def kill_job(job: dict):
 def in_service(launch: Launch) -> set[str]:
     """URLs of the replicas that the run's proxy has in service."""
     try:
-        with urllib.request.urlopen(f"{launch.proxy}/stats", timeout=10) as answer:
+        with urllib.request.urlopen(f"{launch.proxy}/stats", timeout=30) as answer:
             replicas = json.load(answer)["replicas"]
     except OSError:
         return set()
