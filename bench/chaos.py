@@ -231,6 +231,12 @@ class LocalRun:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signum)
 
+    def kill_job(self, job: dict):
+        """SIGKILL to all of its processes, as when its machine is preempted. They are stopped
+        first, because a machine's processes end at once: none of them reports another's end."""
+        self.signal_job(job, signal.SIGSTOP)
+        self.signal_job(job, signal.SIGKILL)
+
     def jobs_api(self) -> int:
         """Process id of the stand-in for the Jobs API, which launch.sh --local becomes."""
         command = Path(f"/proc/{self.process.pid}/cmdline").read_bytes().split(b"\0")
@@ -356,7 +362,7 @@ def do_harm(run: LocalRun, harm: str, amount: float) -> str:
         thaw.start()
         run.signal_job(job, signal.SIGSTOP)
         return f"{job['id']} for {thaw.interval:.0f} s"
-    run.signal_job(job, signal.SIGKILL)
+    run.kill_job(job)
     return f"{job['id']} after step {run.last_step()}"
 
 
