@@ -16,7 +16,6 @@ import os
 import shutil
 import signal
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -117,17 +116,17 @@ def main() -> None:
             f"expected a directory and a target outside of it, found {source} and {target}"
         )
     target.mkdir(parents=True, exist_ok=True)
-    ended = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda number, frame: ended.set())
+    # Blocked and asked for, not handled: a handler that sets a threading.Event waits for ever when
+    # the signal comes while this thread is inside the event's own wait().
+    ends = (signal.SIGTERM, signal.SIGINT)
+    signal.pthread_sigmask(signal.SIG_BLOCK, ends)
     mirror = Mirror(source, target, args.lag, args.torn)
     sys.stdout.write(
         f"[mirror] {source} is in {target} after {args.lag:g} s{', torn' if args.torn else ''}\n"
     )
     sys.stdout.flush()
-    while not ended.is_set():
+    while signal.sigtimedwait(ends, POLL_S) is None:
         mirror.poll()
-        ended.wait(POLL_S)
 
 
 if __name__ == "__main__":

@@ -88,7 +88,8 @@ def test_torn_mirror_shows_config_then_half_the_weights_then_all(tmp_path, monke
     assert mirror.at(12) == {CONFIG: 2, WEIGHTS: 1000}
 
 
-def test_mirror_runs_until_it_is_told_to_end(tmp_path):
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_mirror_runs_until_it_is_told_to_end(tmp_path, signum):
     source, target = tmp_path / "source", tmp_path / "target"
     source.mkdir()
     command = [sys.executable, ROOT / "local/mirror.py", source, target, "--lag", "0.1"]
@@ -100,7 +101,7 @@ def test_mirror_runs_until_it_is_told_to_end(tmp_path):
         whole = lambda name: sizes(target / ".vllm_lora" / name) == {WEIGHTS: 1000, CONFIG: 2}
         everything = lambda: all(whole(f"v{version}") for version in range(60))
         assert bucket.wait_for(everything, 30) is not None
-        process.terminate()
+        process.send_signal(signum)
         assert process.wait(30) == 0
     finally:
         process.kill()
